@@ -1,0 +1,110 @@
+"""A small GPT over bytes. Knows nothing of ranks, sharding or training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of the model; the vocabulary is the 256 byte values."""
+
+    num_blocks: int = 4
+    num_heads: int = 4
+    width: int = 256
+    context: int = 128
+    vocabulary: int = 256
+
+
+class Block(nn.Module):
+    """Causal self-attention and an MLP, each normalised before and added to its input."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.num_heads = config.num_heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention_in = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 4 * width)
+        self.mlp_out = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, time, width]`` in and out."""
+        batch, time, width = x.shape
+        heads = self.attention_in(self.attention_norm(x))
+        heads = heads.view(batch, time, 3, self.num_heads, width // self.num_heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, time, width))
+        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+
+
+class GPT(nn.Module):
+    """Byte and position embeddings, the blocks, and a head that is tied to the byte embedding."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.context = config.context
+        self.byte_embedding = nn.Embedding(config.vocabulary, config.width)
+        self.position_embedding = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_blocks))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.head.weight = self.byte_embedding.weight
+        self._initialise(config)
+
+    def _initialise(self, config: GPTConfig) -> None:
+        # Each block adds twice to the residual stream; scaling those two projections keeps the
+        # variance of its sum independent of the depth (Radford et al. 2019, section 2.3).
+        residual_scale = (2 * config.num_blocks) ** -0.5
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                scale = residual_scale if name.endswith("_out.weight") else 1.0
+                nn.init.normal_(parameter, std=0.02 * scale)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        """``inputs`` and ``targets``: ``[batch, time]``, int64, time at most ``context``.
+
+        Returns the mean cross-entropy in nats per byte, or without targets the logits
+        ``[batch, time, 256]``.
+        """
+        positions = torch.arange(inputs.shape[1], device=inputs.device)
+        x = self.byte_embedding(inputs) + self.position_embedding(positions)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompt: bytes,
+    num_bytes: int,
+    *,
+    context: int,
+    temperature: float = 0.7,
+    seed: int = 0,
+) -> bytes:
+    """Continue ``prompt`` by ``num_bytes`` sampled bytes.
+
+    With a sharded model every rank calls it with the same arguments: each forward gathers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.tensor([list(prompt)], dtype=torch.int64)
+    for _ in range(num_bytes):
+        logits = model(text[:, -context:])[:, -1].float()
+        chances = torch.softmax(logits / temperature, dim=-1)
+        drawn = torch.multinomial(chances, num_samples=1, generator=generator)
+        text = torch.cat([text, drawn], dim=1)
+    return bytes(text[0].tolist())

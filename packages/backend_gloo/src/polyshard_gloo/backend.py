@@ -1,0 +1,162 @@
+"""The gloo backend: lanes, communicators and buffers on a CPU."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast, get_args
+
+import torch
+
+from polyshard import BackendError, UnsupportedError
+from polyshard.spi import (
+    Buffer,
+    BufferOps,
+    Capabilities,
+    CollectiveBackend,
+    Communicator,
+    Lane,
+    LaneRole,
+    Lifetime,
+    StorageBuffer,
+    Use,
+)
+
+from .communicator import GlooCommunicator
+from .connections import Connections
+from .faults import FaultDomain
+from .lanes import ComputeLane, WorkerLane
+from .reduction import REDUCE_DTYPES
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_TIMEOUT_VARIABLE = "POLYSHARD_GLOO_TIMEOUT"
+_CPU = torch.device("cpu")
+
+
+class GlooBackend(CollectiveBackend):
+    """Serves CPUs, on one machine or several, over gloo's TCP connections.
+
+    Each lane is a thread that starts when it first gets work. Compute runs in the caller's
+    thread, so a wait of the compute lane blocks the caller.
+
+    A collective fails after a timeout: the communicator's option ``timeout`` (a timedelta), else
+    the environment variable POLYSHARD_GLOO_TIMEOUT (seconds), else the timeout that the group's
+    store was given, which is that of ``torch.distributed.init_process_group`` unless it was
+    given a store.
+    """
+
+    name = "gloo"
+    spi = (1, 0)
+    capabilities = Capabilities(
+        device_types=frozenset({"cpu"}),
+        reduce_dtypes=REDUCE_DTYPES,
+        fp32_accumulation=True,
+    )
+
+    def __init__(self) -> None:
+        self.ops = BufferOps()
+        self._domain = FaultDomain()
+        self._compute_lane = ComputeLane(self._domain)
+        self._lanes = {role: WorkerLane(role, self._domain) for role in get_args(LaneRole)}
+
+    def unavailable_reason(self, device_type: str) -> str | None:
+        if device_type != "cpu":
+            return f"it communicates between CPUs, not {device_type!r} devices"
+        if not torch.distributed.is_available():
+            return "this build of torch has no torch.distributed"
+        if not torch.distributed.is_gloo_available():
+            return "this build of torch has no gloo"
+        return None
+
+    def lane(self, role: LaneRole, device: torch.device) -> Lane:
+        _require_cpu(device)
+        _require_role(role)
+        return self._lanes[role]
+
+    def compute_lane(self, device: torch.device) -> Lane:
+        _require_cpu(device)
+        return self._compute_lane
+
+    def communicator(
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        *,
+        purpose: LaneRole,
+        options: Mapping[str, Any] | None = None,
+    ) -> Communicator:
+        """See :meth:`polyshard.spi.CollectiveBackend.communicator`.
+
+        Args:
+            group: of any torch.distributed backend: only its ranks and its store are used.
+            device: the CPU.
+            purpose: the role of the lane that it is used on.
+            options: ``timeout``, a positive timedelta.
+
+        Raises:
+            ValueError: a purpose or an option it does not know, or a group without this rank.
+            BackendError: not all ranks of the group came within the timeout.
+        """
+        _require_cpu(device)
+        _require_role(purpose)
+        rank, size = group.rank(), group.size()
+        if not 0 <= rank < size:
+            raise ValueError(f"this process is not in the group given for {purpose!r}.")
+        timeout = _timeout(options or {}, group)
+        self._domain.raise_if_any()
+        connections = None
+        if size > 1:
+            connections = Connections.open(group, purpose=purpose, timeout=timeout)
+        return GlooCommunicator(connections, rank=rank, size=size, device=_CPU, domain=self._domain)
+
+    def allocate(
+        self,
+        uses: Sequence[Use],
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        lifetime: Lifetime,
+    ) -> Buffer:
+        """Ordinary memory, whatever it is for: peers never see it."""
+        _require_cpu(device)
+        return StorageBuffer(numel, dtype, _CPU, lifetime)
+
+
+def _require_cpu(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise UnsupportedError(f"the gloo backend serves CPUs, not {device}.")
+
+
+def _require_role(role: LaneRole) -> None:
+    if role not in get_args(LaneRole):
+        known = ", ".join(map(repr, get_args(LaneRole)))
+        raise ValueError(f"{role!r} is not a lane; the lanes are {known}.")
+
+
+def _timeout(options: Mapping[str, Any], group: ProcessGroup) -> timedelta:
+    """How long a collective may take; the sources, in this order, are those in GlooBackend."""
+    unknown = sorted(set(options) - {"timeout"})
+    if unknown:
+        raise ValueError(f"unknown options {unknown}; the gloo backend has 'timeout'.")
+    if "timeout" in options:
+        timeout = options["timeout"]
+        if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+            raise ValueError(f"option 'timeout' must be a positive timedelta, got {timeout!r}.")
+        return timeout
+    text = os.environ.get(_TIMEOUT_VARIABLE)
+    if not text:
+        # The stubs of torch give the property to subclasses only.
+        return cast(timedelta, group.get_group_store().timeout)  # type: ignore[attr-defined]
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise BackendError(
+            f"{_TIMEOUT_VARIABLE}={text!r} is not a number of seconds above 0; correct or unset it."
+        )
+    return timedelta(seconds=seconds)

@@ -1,0 +1,81 @@
+"""The backend's identity, and why it cannot be used yet. Touches no device, starts no NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed
+from torch.distributed import ProcessGroup
+
+from polyshard import UnsupportedError
+from polyshard.spi import (
+    Buffer,
+    BufferOps,
+    Capabilities,
+    CollectiveBackend,
+    Communicator,
+    Lane,
+    LaneRole,
+    Lifetime,
+    Use,
+)
+
+
+class NcclBackend(CollectiveBackend):
+    """Collectives through NCCL process groups, on CUDA devices.
+
+    This version can be found, chosen and asked; ``unavailable_reason`` always has an answer, and
+    every operation raises UnsupportedError.
+    """
+
+    name = "nccl"
+    spi = (1, 0)
+    # Nothing but the device type is promised: there are no reductions to promise anything about.
+    capabilities = Capabilities(
+        device_types=frozenset({"cuda"}), reduce_dtypes=frozenset(), fp32_accumulation=False
+    )
+    ops = BufferOps()
+
+    def unavailable_reason(self, device_type: str) -> str | None:
+        if device_type not in self.capabilities.device_types:
+            return f"it serves cuda devices, not {device_type}"
+        # How torch was built, not which devices there are: counting those starts the driver.
+        if torch.version.cuda is None:
+            return "this torch was built without CUDA"
+        if not torch.distributed.is_nccl_available():
+            return "this torch was built without NCCL"
+        return "this version of polyshard-nccl has no communication yet"
+
+    def lane(self, role: LaneRole, device: torch.device) -> Lane:
+        self._refuse("lane")
+
+    def compute_lane(self, device: torch.device) -> Lane:
+        self._refuse("compute_lane")
+
+    def communicator(
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        *,
+        purpose: LaneRole,
+        options: Mapping[str, Any] | None = None,
+    ) -> Communicator:
+        self._refuse("communicator")
+
+    def allocate(
+        self,
+        uses: Sequence[Use],
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        lifetime: Lifetime,
+    ) -> Buffer:
+        self._refuse("allocate")
+
+    def _refuse(self, operation: str) -> NoReturn:
+        raise UnsupportedError(
+            f"NcclBackend.{operation}: this version of polyshard-nccl has no communication yet; "
+            'train on CPUs with pip install "polyshard[gloo]".'
+        )

@@ -1,0 +1,52 @@
+"""Small exchanges by which all ranks decide alike at the end of a backward.
+
+Knows transports and units' numbers; decides nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .spi import Op
+from .transport import Transport
+from .unit import Unit
+
+
+def agree_on_order(completed: Sequence[int], num_units: int, transport: Transport) -> list[int]:
+    """The first rank's order of completion, known to all ranks of the mesh afterwards."""
+    message = torch.full((num_units,), -1, dtype=torch.int64)
+    known = list(dict.fromkeys(completed))
+    message[: len(known)] = torch.tensor(known, dtype=torch.int64)
+    message = message.to(transport.device)
+    label = "order of reductions"
+    # From the first rank along one axis after the other: what arrives is the first rank's.
+    communicators = transport.communicators("reduce")
+    lane = transport.reduce_lane
+    lane.wait(transport.mark_compute())
+    for communicator in reversed(communicators.values()):
+        lane.submit(
+            lambda c=communicator: c.broadcast([message], 0, label=label),  # type: ignore[misc]
+            label=label,
+        )
+    transport.compute_lane.wait(lane.mark())
+    return [index for index in message.tolist() if index >= 0]
+
+
+def agree_on_reopened(units: Sequence[Unit], transports: Sequence[Transport]) -> set[int]:
+    """Units that got another gradient after their reduction, on any rank."""
+    reopened = torch.tensor([float(unit.started) for unit in units])
+    label = "gradients after their reduction"
+    for transport in transports:
+        message = reopened.to(transport.device)
+        lane = transport.reduce_lane
+        lane.wait(transport.mark_compute())
+        for communicator in transport.communicators("reduce").values():
+            lane.submit(
+                lambda c=communicator, m=message: c.all_reduce([m], Op.SUM, label=label),  # type: ignore[misc]
+                label=label,
+            )
+        transport.compute_lane.wait(lane.mark())
+        reopened = message.cpu()
+    return {index for index, seen in enumerate(reopened.tolist()) if seen > 0}

@@ -1,0 +1,336 @@
+"""The two verbs a user types: ``fully_shard`` and ``microbatch``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedTensorMixin
+
+from .backends import choose_backend
+from .context import FsdpContext, context_of, register_unit, unit_of
+from .errors import BackendError, PlacementError, UnsupportedError
+from .group import ParameterGroup
+from .hooks import attach
+from .module import FsdpModule, attach_mixin
+from .parameter import ManagedParameter, Slot, find_parameters
+from .placements import Flat, Partial, Placements, Replicate, resolve_axes
+from .precision import MixedPrecisionPolicy
+from .preflight import agree
+from .schedule import SchedulePolicy
+from .spi import CollectiveBackend
+from .transport import Transport
+from .unit import Unit
+
+
+def fully_shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    placements: Placements,
+    mixed_precision_policy: MixedPrecisionPolicy | None = None,
+    use_symm_mem: bool = False,
+    *,
+    backend: str | CollectiveBackend | None = None,
+    reshard_after_forward: bool = True,
+    schedule_policy: SchedulePolicy | None = None,
+    grad_divisor: float = 1.0,
+    ignored_params: Collection[nn.Parameter] = (),
+) -> None:
+    """Make ``module`` a unit: shard, in place, its parameters that no nested unit owns.
+
+    Call it bottom-up, on the same modules in the same order on every rank of the mesh, before
+    building the optimizer. The module stays the same object, with the same ``state_dict`` keys.
+
+    Args:
+        module: any module with a ``forward``.
+        mesh: the ranks; its device type says where parameters are.
+        placements: where parameters, gradients and optimizer state live, e.g.
+            ``Placements.zero3("dp")``.
+        mixed_precision_policy: dtypes; by default main weights of at least fp32 and gradients of
+            the parameters' own dtype.
+        use_symm_mem: the same as ``backend="symm_mem"``.
+        backend: a backend's name or instance; by default ``POLYSHARD_BACKEND``, else the one that
+            serves the mesh's device type best.
+        reshard_after_forward: release gathered parameters between forward and backward.
+        schedule_policy: how far ahead of compute to gather.
+        grad_divisor: divides gradients once more, after averaging.
+        ignored_params: parameters to leave as they are.
+
+    Raises:
+        PlacementError: axes or placements that do not fit the mesh; models that differ by rank.
+        BackendError: no such backend, or it cannot work here, or another rank refused.
+        UnsupportedError: a module or parameter that cannot be managed.
+        ValueError: a bad argument. Whatever is raised, nothing was changed.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise PlacementError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}.")
+    if not isinstance(placements, Placements):
+        raise PlacementError(
+            f"placements must be a Placements, e.g. Placements.zero3('dp'), got {placements!r}."
+        )
+    axes = resolve_axes(placements.dp_axes, mesh.mesh_dim_names, mesh.ndim)
+    if mesh.get_coordinate() is None:
+        raise PlacementError("this rank is not part of the mesh; call fully_shard on its ranks.")
+    precision = mixed_precision_policy or MixedPrecisionPolicy()
+    request: _Request | None = None
+    failure: Exception | None = None
+    try:
+        _refuse_unbuilt(placements, mesh)
+        chosen = choose_backend(
+            backend, device_type=mesh.device_type, use_symm_mem=use_symm_mem
+        )
+        if not grad_divisor > 0:
+            raise ValueError(f"grad_divisor must be positive, got {grad_divisor}.")
+        request = _examine(module, mesh, chosen, ignored_params)
+    except (RuntimeError, ValueError) as error:
+        failure = error
+    subject = f"fully_shard({type(module).__name__})"
+    policy = schedule_policy or SchedulePolicy()
+    description = [] if request is None else request.describe(placements, precision, policy)
+    agree(subject, description, failure, [mesh.get_group(axis) for axis in axes])
+    assert request is not None
+
+    transport = Transport.shared(request.backend, mesh, axes, request.device)
+    groups = [
+        ParameterGroup(
+            f"{type(module).__name__} ({str(parameters[0].full.dtype).removeprefix('torch.')})",
+            parameters,
+            transport,
+            placements,
+            precision.resolve(parameters[0].full.dtype),
+            grad_divisor,
+        )
+        for parameters in request.grouped()
+    ]
+    unit = Unit(
+        module,
+        groups,
+        transport=transport,
+        precision=precision,
+        schedule=policy,
+        reshard_after_forward=reshard_after_forward,
+    )
+    _install(unit, module, request.owners)
+
+
+@contextmanager
+def microbatch(module: nn.Module, is_last: bool) -> Iterator[None]:
+    """Say whether forwards in this scope are for the last microbatch of a step.
+
+    Until the last one, gradients that are ``Partial`` on some axis are accumulated there and not
+    reduced. The flag is read at each root forward and travels with it: a backward that covers
+    several forwards is final if any of them is last. Without a scope, every backward is final.
+
+    Args:
+        module: all units below it, and itself, take the flag.
+        is_last: the flag; the previous one comes back at the end of the scope.
+
+    Raises:
+        UnsupportedError: no unit in ``module``.
+    """
+    contexts: list[FsdpContext] = []
+    _collect_fsdp_contexts(module, contexts)
+    if not contexts:
+        raise UnsupportedError(
+            f"{type(module).__name__} has no units; call fully_shard before microbatch."
+        )
+    before = [context.is_last for context in contexts]
+    for context in contexts:
+        context.is_last = bool(is_last)
+    try:
+        yield
+    finally:
+        for context, flag in zip(contexts, before, strict=True):
+            context.is_last = flag
+
+
+def _attach_mixin(module: nn.Module) -> None:
+    """Give ``module`` a class that is FsdpModule and its own."""
+    attach_mixin(module)
+
+
+def _collect_fsdp_contexts(module: nn.Module, contexts: list[FsdpContext]) -> None:
+    """Append the contexts of all units in ``module``, each once, in the order of the modules."""
+    for child in module.modules():
+        unit = unit_of(child)
+        if unit is not None and context_of(unit) not in contexts:
+            contexts.append(context_of(unit))
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What fully_shard was asked for, examined and found possible on this rank."""
+
+    module: nn.Module
+    backend: CollectiveBackend
+    device: torch.device
+    parameters: list[ManagedParameter]
+    owners: list[nn.Module]
+
+    def grouped(self) -> list[list[ManagedParameter]]:
+        """By dtype and requires_grad, in registration order."""
+        groups: dict[tuple[torch.dtype, bool], list[ManagedParameter]] = {}
+        for parameter in self.parameters:
+            key = (parameter.full.dtype, parameter.full.requires_grad)
+            groups.setdefault(key, []).append(parameter)
+        return list(groups.values())
+
+    def describe(
+        self, placements: Placements, precision: MixedPrecisionPolicy, policy: SchedulePolicy
+    ) -> list[str]:
+        """One line per fact that all ranks must share."""
+        lines = [
+            f"module class {type(self.module).__qualname__}",
+            f"placements {placements.dp_axes} parameter={placements.parameter} "
+            f"gradient={placements.gradient} optimizer={placements.optimizer}",
+            f"backend {self.backend.name!r}",
+            f"{precision}",
+            f"{policy}",
+        ]
+        lines += [
+            f"parameter {' = '.join(slot.path for slot in parameter.slots)!r} of shape "
+            f"{tuple(parameter.shape)}, {parameter.full.dtype}, "
+            f"requires_grad={parameter.full.requires_grad}"
+            for parameter in self.parameters
+        ]
+        return lines
+
+
+def _examine(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    backend: CollectiveBackend,
+    ignored_params: Collection[nn.Parameter],
+) -> _Request:
+    """Everything that can be refused without asking other ranks."""
+    if not isinstance(module, nn.Module):
+        raise UnsupportedError(f"fully_shard takes a module, got {type(module).__name__}.")
+    if isinstance(module, FsdpModule):
+        raise UnsupportedError(
+            f"this {type(module).__name__} was already given to fully_shard; call it once per "
+            "module."
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedError("a ScriptModule cannot be sharded; shard the Python module.")
+    if type(module).forward is nn.Module.forward:
+        raise UnsupportedError(
+            f"{type(module).__name__} has no forward, so nothing would gather its parameters; "
+            "give fully_shard its children, or the module that calls them."
+        )
+    named = list(_own_modules(module))
+    found = find_parameters(named, frozenset(id(parameter) for parameter in ignored_params))
+    device_type = mesh.device_type
+    device = torch.device(device_type)
+    if device_type != "cpu":
+        device = torch.device(device_type, torch.get_device_module(device_type).current_device())
+    for parameter, slots in found:
+        _examine_parameter(parameter, slots[0].path, type(module).__name__, device)
+    parameters = [ManagedParameter(parameter, slots) for parameter, slots in found]
+    return _Request(module, backend, device, parameters, _owners(named, found))
+
+
+def _examine_parameter(
+    parameter: nn.Parameter, path: str, module: str, device: torch.device
+) -> None:
+    owner = getattr(parameter, "_polyshard_owner", None)
+    unit = owner() if owner is not None else None
+    if unit is not None:
+        raise UnsupportedError(
+            f"parameter {path!r} of {module} already belongs to unit {unit.name!r}; tied "
+            "parameters must belong to one unit: leave both users to a common ancestor."
+        )
+    if isinstance(parameter, UninitializedTensorMixin):
+        raise UnsupportedError(
+            f"parameter {path!r} of {module} is not initialised; run the lazy module once first."
+        )
+    if isinstance(parameter, DTensor):
+        raise UnsupportedError(
+            f"parameter {path!r} of {module} is already a DTensor; combining with other "
+            "parallelism is not built yet."
+        )
+    if parameter.is_meta:
+        raise UnsupportedError(
+            f"parameter {path!r} of {module} is on meta; sharding before materialising is not "
+            "built yet: call module.to_empty(device=...) and initialise first."
+        )
+    if parameter.device != device:
+        raise PlacementError(
+            f"parameter {path!r} of {module} is on {parameter.device}, the mesh on {device}; move "
+            f"the module there first, e.g. module.to({str(device)!r})."
+        )
+    if parameter.layout is not torch.strided:
+        raise UnsupportedError(f"parameter {path!r} of {module} is {parameter.layout}.")
+
+
+def _own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of ``module`` and all below it that are in no nested unit, each once."""
+    seen: set[int] = set()
+
+    def walk(path: str, child: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if id(child) in seen or unit_of(child) is not None:
+            return
+        seen.add(id(child))
+        yield path, child
+        for name, grandchild in child.named_children():
+            yield from walk(f"{path}.{name}" if path else name, grandchild)
+
+    return walk("", module)
+
+
+def _owners(
+    named: list[tuple[str, nn.Module]], found: list[tuple[nn.Parameter, list[Slot]]]
+) -> list[nn.Module]:
+    holders = {id(slot.holder) for _, slots in found for slot in slots}
+    return [module for _, module in named if id(module._parameters) in holders]
+
+
+def _refuse_unbuilt(placements: Placements, mesh: DeviceMesh) -> None:
+    """Triples that are legal but not yet proven are refused, not tried."""
+    triple = (placements.parameter, placements.gradient, placements.optimizer)
+    one_axis = len(placements.dp_axes) == mesh.ndim == 1
+    sharded = triple == ((Flat(),), (Flat(),), (Flat(),))
+    replicated = (
+        isinstance(placements.gradient[0], Partial)
+        and placements.parameter == placements.optimizer == (Replicate(),)
+    )
+    if not (one_axis and (sharded or replicated)):
+        raise UnsupportedError(
+            f"{placements} on a mesh of {mesh.ndim} axes is not built yet; this version trains "
+            "Placements.zero3(axis) and Placements.ddp(axis) on a mesh of one axis."
+        )
+
+
+def _install(unit: Unit, module: nn.Module, owners: list[nn.Module]) -> None:
+    """Change the module; if anything fails, change it back."""
+    data = [(parameter, parameter.full.data, parameter.full.grad) for parameter in unit.parameters]
+    original = type(module)
+    handles = []
+    try:
+        for group in unit.groups:
+            group.install()
+        for parameter in unit.parameters:
+            parameter.full._polyshard_owner = weakref.ref(unit)  # type: ignore[attr-defined]
+        register_unit(module, unit)
+        handles = attach(unit, module, owners)
+        attach_mixin(module)
+        unit.show_sharded()
+    except BaseException:
+        for handle in handles:
+            handle.remove()
+        module.__dict__.pop("_polyshard_unit", None)
+        if type(module) is not original:
+            module.__class__ = original
+        for parameter, values, grad in data:
+            for slot in parameter.slots:
+                slot.holder[slot.name] = parameter.full
+            parameter.full.data, parameter.full.grad = values, grad
+            vars(parameter.full).pop("_polyshard_owner", None)
+        raise
+
+

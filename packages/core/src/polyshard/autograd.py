@@ -1,0 +1,119 @@
+"""The few corners of the autograd engine that hooks need, in one place.
+
+Knows no units. The private names are explained in docs/notes/private-torch-api.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+#: A version no tensor is ever saved with: using released storage in backward then raises.
+NEVER_SAVED = 2**31 - 1
+
+
+def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Set the counters by which autograd notices that a saved tensor was overwritten."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def current_graph_task() -> int:
+    """An id of the backward that runs on this thread, -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def producers(tensor: Tensor) -> Iterator[Node]:
+    """The nodes whose backward runs first for ``tensor``: its own and, for a view, its base's.
+
+    After an in-place change of a view its own node is new and only the base's is certain to run.
+    """
+    if tensor.grad_fn is not None:
+        yield tensor.grad_fn
+    base = tensor._base
+    if base is not None and base.grad_fn is not None:
+        yield base.grad_fn
+
+
+def tensors_in(value: object, *, depth: int = 8) -> Iterator[Tensor]:
+    """Tensors in nested containers, dataclasses and plain objects, each container visited once."""
+    seen: set[int] = set()
+
+    def walk(item: object, depth: int) -> Iterator[Tensor]:
+        if isinstance(item, Tensor):
+            yield item
+            return
+        if item is None or isinstance(item, _ATOMS) or depth == 0 or id(item) in seen:
+            return
+        seen.add(id(item))
+        if isinstance(item, Mapping):
+            children: Any = item.values()
+        elif isinstance(item, list | tuple | set | frozenset):
+            children = item
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            children = [getattr(item, field.name, None) for field in dataclasses.fields(item)]
+        elif hasattr(item, "__dict__") and not isinstance(item, type | torch.nn.Module):
+            children = vars(item).values()
+        else:
+            return
+        for child in list(children):
+            yield from walk(child, depth - 1)
+
+    return walk(value, depth)
+
+
+_ATOMS = (str, bytes, int, float, complex, bool, torch.Size, torch.dtype, torch.device)
+
+
+class _Task:
+    """One running backward. Owned by the engine's callback alone: dead once the engine drops it."""
+
+    __slots__ = ("__weakref__", "id")
+
+    def __init__(self, id: int) -> None:
+        self.id = id
+
+
+class BackwardSession:
+    """The outermost backward and the ones nested in it (reentrant checkpointing).
+
+    ``on_end`` runs once, when the outermost has finished. A backward that raised never calls
+    back; its task object dies with it, so it cannot be mistaken for a running outer one.
+    """
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._on_end = on_end
+        self._tasks: list[weakref.ref[_Task]] = []
+        self.nested = False
+
+    def enter(self) -> None:
+        """Note that the current backward concerns us; cheap when it is already known."""
+        current = current_graph_task()
+        alive = [task for reference in self._tasks if (task := reference()) is not None]
+        if any(task.id == current for task in alive):
+            return
+        if not alive:
+            self.nested = False
+        task = _Task(current)
+        self.nested = self.nested or bool(alive)
+        self._tasks = [weakref.ref(known) for known in (*alive, task)]
+
+        def finished() -> None:
+            self._leave(task)
+
+        torch.autograd.Variable._execution_engine.queue_callback(finished)
+
+    @property
+    def running(self) -> bool:
+        """True while a backward that concerns us has not finished or failed."""
+        return any(reference() is not None for reference in self._tasks)
+
+    def _leave(self, task: _Task) -> None:
+        self._tasks = [known for known in self._tasks if known() not in (None, task)]
+        if not self._tasks:
+            self._on_end()

@@ -1,0 +1,81 @@
+"""One backward of one context: which units reduce, in which order, and when.
+
+Knows units and the agreed order; knows no modules, no hooks and no other context.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from .unit import Unit
+
+#: Units whose reduction may still read its input while later units pack theirs.
+REDUCTIONS_IN_FLIGHT = 1
+
+
+class BackwardPass:
+    """Reduces units in one order on every rank, never in the order of this rank's own backward.
+
+    Args:
+        units: of the context, by index.
+        order: every unit's index, the same on every rank.
+    """
+
+    def __init__(self, units: Sequence[Unit], order: Sequence[int]) -> None:
+        self._units, self._order = units, order
+        self.final = False  # whether a forward that it covers was a last microbatch
+        self.completed: list[int] = []  # in the order in which this rank's units completed
+        self.reduced: set[int] = set()
+        self._until = 0  # everything before it in the order was reduced or takes no part
+        self._in_flight: deque[Unit] = deque()
+
+    def on_complete(self, unit: Unit, *, may_reduce: bool) -> None:
+        """All gradients of ``unit`` arrived: reduce it, and those that waited for it."""
+        self.completed.append(unit.index)
+        if not may_reduce:
+            return
+        while self._until < len(self._order):
+            following = self._units[self._order[self._until]]
+            if _takes_part(following) and following.index not in self.reduced:
+                if not (following.started and following.complete):
+                    return
+                self._reduce(following)
+            self._until += 1
+
+    def reduce_rest(self) -> None:
+        """The backward is over: what has not come by now counts as zero."""
+        for index in self._order:
+            unit = self._units[index]
+            if index not in self.reduced and _takes_part(unit):
+                self._reduce(unit)
+
+    def reduce_again(self, reopened: set[int]) -> None:
+        """Units that got gradients after their reduction, on some rank, open another one."""
+        for index in self._order:
+            if index in reopened:
+                self._reduce(self._units[index])
+
+    def collect(self) -> None:
+        """Show the gradients. Compute has joined the lanes."""
+        self._in_flight.clear()
+        for index in sorted(self.reduced):
+            self._units[index].collect(final=self.final)
+
+    def _reduce(self, unit: Unit) -> None:
+        self.reduced.add(unit.index)
+        unit.reduce(final=self.final)
+        self._in_flight.append(unit)
+        while len(self._in_flight) > REDUCTIONS_IN_FLIGHT:
+            self._in_flight.popleft().release_inputs()
+
+
+def _takes_part(unit: Unit) -> bool:
+    """Whether every rank reduces the unit in this backward.
+
+    A gathered unit is entered by all ranks or by none. One that is always there may have been used
+    on another rank, so it is reduced even where this rank did not.
+    """
+    if not unit.trainable:
+        return False
+    return not unit.is_collective or unit.entered_forward or unit.entered_backward

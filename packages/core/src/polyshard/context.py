@@ -1,0 +1,353 @@
+"""What the units of one root share: passes, windows, orders, and the end of a backward.
+
+Knows units and the schedule's decisions; knows nothing of what modules compute, and no buffers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch import nn
+
+from .agreement import agree_on_order, agree_on_reopened
+from .autograd import BackwardSession, current_graph_task
+from .backward import BackwardPass
+from .errors import BackendError, UnsupportedError
+from .schedule import prefetch, reduction_order
+from .sharded_tensor import dispatch_is_honoured
+from .transport import Transport
+from .unit import Unit
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """One root forward, as its backward remembers it."""
+
+    is_last: bool
+
+
+class FsdpContext:
+    """Shared by the units that run under one root. Holds them weakly; they hold it.
+
+    Made with each unit; when a common ancestor first runs, its context takes in the others.
+    At most one forward and one backward run at a time; a backward may run inside a forward.
+    """
+
+    _sequence = count(1)
+
+    def __init__(self, unit: Unit) -> None:
+        self._references = [weakref.ref(unit)]
+        self._were_roots: weakref.WeakSet[Unit] = weakref.WeakSet()
+        #: What `microbatch` says now: whether a forward that starts is a last microbatch.
+        self.is_last = True
+        self.window_open = False
+        self.sequence = 0  # of the latest forward, over all contexts
+        self.latest_forward = ForwardPass(is_last=True)
+        self.backward: BackwardPass | None = None
+        self._root: Unit | None = None  # of the forward that runs
+        self._forward_order = _Order([0])
+        self._backward_order: _Order | None = None
+        self._reduction_order: tuple[int, ...] | None = None  # agreed with the other ranks
+        _contexts.add(self)
+
+    # -- units --------------------------------------------------------------------------------
+
+    @property
+    def units(self) -> list[Unit]:
+        """In registration order: as the root's modules are traversed, parents first."""
+        return [unit for reference in self._references if (unit := reference()) is not None]
+
+    def transports(self) -> list[Transport]:
+        """Those in use, each once, in the order of the units."""
+        return list(dict.fromkeys(unit.transport for unit in self.units))
+
+    def _take_in_descendants(self, root: Unit) -> None:
+        """The first time a unit runs as a root, the units below it join its context."""
+        module = root.module()
+        if root in self._were_roots or module is None:
+            return
+        self._were_roots.add(root)
+        below = {
+            unit: path
+            for path, child in module.named_modules()
+            if (unit := unit_of(child)) is not None
+        }
+        known = self.units
+        if below.keys() < set(known):
+            return  # a child alone, after its ancestor ran: names and order stand
+        for unit, path in below.items():
+            other = context_of(unit)
+            if other.backward is not None or (other is not self and other._root is not None):
+                raise UnsupportedError(
+                    f"unit {unit.name!r} is in a pass of its own while its ancestor {root.name!r} "
+                    "runs for the first time; run the ancestor once before."
+                )
+            self.window_open = self.window_open or other.window_open
+            _contexts_by_unit[unit] = self
+            unit.rename(path)
+        units = [*below, *(unit for unit in known if unit not in below)]
+        for index, unit in enumerate(units):
+            unit.index = index
+        self._references = [weakref.ref(unit) for unit in units]
+        self._forward_order = _Order(list(range(len(units))))
+        self._backward_order = self._reduction_order = None
+
+    # -- forward ------------------------------------------------------------------------------
+
+    def enter_forward(self, unit: Unit) -> bool:
+        """The unit's forward begins: gather it. True if it is recomputed inside a backward."""
+        if current_graph_task() != -1:
+            # Queues the end of backward on the outermost task, where a reentrant checkpoint runs
+            # this before any of our backward hooks.
+            self.enter_backward(self.latest_forward)
+            unit.submit_gather(forward=False)
+            unit.await_gather()
+            return True
+        if self._root is None or self._root is unit:
+            self._begin_forward(unit)
+        unit.submit_gather(forward=True)
+        policy = unit.schedule
+        ahead = self._forward_order.ahead(
+            unit, units=policy.forward_units, elements=policy.forward_elements
+        )
+        for other in ahead:
+            other.submit_gather(forward=True)
+        if torch.is_grad_enabled():
+            unit.entered_forward = True
+        unit.await_gather()
+        return False
+
+    def is_root(self, unit: Unit) -> bool:
+        """Whether the forward that runs began with ``unit``."""
+        return self._root is unit
+
+    def leave_forward(self, unit: Unit, *, recompute: bool) -> None:
+        """The unit's forward is over, by return or by exception."""
+        if recompute:
+            return
+        if unit.reshard_after_forward or not torch.is_grad_enabled():
+            unit.release()
+        if self._root is unit:
+            self._end_forward()
+
+    def _begin_forward(self, root: Unit) -> None:
+        _drop_failed_backward()
+        if self._root is not None:
+            # The last pass was interrupted where no hook could notice.
+            self.abandon()
+        self._take_in_descendants(root)
+        self._root = root
+        self.sequence = next(self._sequence)
+        self.latest_forward = ForwardPass(self.is_last)
+        units = self.units
+        for unit in units:
+            if not self.window_open:
+                unit.pinned = False
+            if not self.window_open or not dispatch_is_honoured():
+                # Nothing made outside a window, or where writes go unseen, is trusted again.
+                unit.release(copies=True)
+            unit.sync_requires_grad()
+        self.window_open = self.window_open or torch.is_grad_enabled()
+        self._forward_order.begin(units)
+
+    def _end_forward(self) -> None:
+        self._root = None
+        self._forward_order = self._forward_order.next()
+        keep_gathered = self.window_open and torch.is_grad_enabled()
+        for unit in self.units:
+            if not self.window_open:
+                if not unit.pinned:
+                    unit.release(copies=True)
+            elif unit.reshard_after_forward or not keep_gathered:
+                unit.release()
+        self._settle()
+
+    # -- backward -----------------------------------------------------------------------------
+
+    def enter_backward(self, forward_pass: ForwardPass) -> None:
+        """Some hook of this context runs inside a backward, whose end is to be noticed."""
+        _drop_failed_backward()
+        if self.backward is None:
+            units = self.units
+            order = self._reduction_order or reduction_order(len(units), None)
+            self.backward = BackwardPass(units, order)
+            self._backward_order = self._backward_order or self._forward_order.reversed()
+            self._backward_order.begin(units)
+            _active.append(self)
+        _session.enter()
+        self.backward.final = self.backward.final or forward_pass.is_last
+
+    def gather_for_backward(self, unit: Unit, forward_pass: ForwardPass) -> None:
+        """Backward is about to use the unit's weights."""
+        if unit.entered_backward and unit.ready:
+            return
+        self.enter_backward(forward_pass)
+        unit.submit_gather(forward=False)
+        if not unit.entered_backward:
+            unit.entered_backward = True
+            policy = unit.schedule
+            assert self._backward_order is not None
+            ahead = self._backward_order.ahead(
+                unit, units=policy.backward_units, elements=policy.backward_elements
+            )
+            for other in ahead:
+                other.submit_gather(forward=False)
+        unit.await_gather()
+
+    def on_complete(self, unit: Unit) -> None:
+        """All gradients of the unit have arrived."""
+        assert self.backward is not None
+        unit.release_after_backward()
+        # Roots reduce in the reverse order of their forwards.
+        later_open = any(
+            other.window_open and other.sequence > self.sequence
+            for other in list(_contexts)
+            if other is not self
+        )
+        self.backward.on_complete(unit, may_reduce=not later_open)
+
+    def finish_backward(self) -> None:
+        """The outermost backward is over: reduce what is left, show gradients, let go."""
+        backward = self.backward
+        assert backward is not None
+        try:
+            units = self.units
+            backward.reduce_rest()
+            if _session.nested:
+                # A reentrant checkpoint can deliver gradients after their unit was reduced.
+                backward.reduce_again(agree_on_reopened(units, self.transports()))
+            if self._reduction_order is None:
+                self._reduction_order = self._agree_on_order(backward.completed)
+            self._settle()
+            backward.collect()
+        except BaseException:
+            self.abandon()
+            raise
+        self.backward = None
+        if self._backward_order is not None:
+            self._backward_order = self._backward_order.next()
+        for unit in units:
+            unit.entered_backward = False
+            unit.pending_inputs = 0
+            if backward.final:
+                unit.entered_forward = unit.pinned = False
+            unit.release(copies=backward.final)
+        self.window_open = self.window_open and not backward.final
+        for transport in self.transports():
+            transport.join()
+
+    def _agree_on_order(self, completed: list[int]) -> tuple[int, ...]:
+        units, transports = self.units, self.transports()
+        if len(transports) != 1 or len(units) == 1:
+            return reduction_order(len(units), None)
+        return reduction_order(len(units), agree_on_order(completed, len(units), transports[0]))
+
+    def abandon(self) -> None:
+        """Forget a pass that failed: the next one finds everything at rest."""
+        for unit in self.units:
+            # A lane that failed says so again at the next pass; here it must not stop the rest.
+            with suppress(BackendError):
+                unit.abandon()
+        self.backward = self._root = None
+        self.window_open = False
+        for order in (self._forward_order, self._backward_order):
+            if order is not None:
+                order.end()
+
+    def _settle(self) -> None:
+        """Peers are done with what this rank lent them, and compute has joined every lane."""
+        for transport in self.transports():
+            transport.settle()
+            transport.join()
+
+
+class _Order:
+    """An order in which units are expected, and the one that is being recorded."""
+
+    def __init__(self, expected: list[int]) -> None:
+        self._expected = expected
+        self._first = {index: place for place, index in reversed(list(enumerate(expected)))}
+        self._place = -1
+        self._recorded: list[int] = []
+        self._units: list[Unit] = []
+        self._sizes: list[int] = []
+
+    def begin(self, units: list[Unit]) -> None:
+        """A pass begins."""
+        self._place, self._recorded, self._units = -1, [], units
+        self._sizes = [unit.gathered_numel for unit in units]
+
+    def ahead(self, unit: Unit, *, units: int, elements: int | None) -> list[Unit]:
+        """Record that ``unit`` is entered; which ones to gather while it computes?"""
+        self._recorded.append(unit.index)
+        following = self._place + 1
+        if following < len(self._expected) and self._expected[following] == unit.index:
+            self._place = following
+        else:
+            # Another order than last time: go on from where this unit was.
+            self._place = self._first.get(unit.index, self._place)
+        chosen = prefetch(
+            self._expected, self._place, sizes=self._sizes, units=units, elements=elements
+        )
+        return [self._units[index] for index in chosen]
+
+    def next(self) -> _Order:
+        """What to expect of the next pass: what was recorded, if anything was."""
+        self.end()
+        if not self._recorded or self._recorded == self._expected:
+            return self
+        return _Order(self._recorded)
+
+    def end(self) -> None:
+        """The pass is over. Units are held no longer: they hold the context that holds this."""
+        self._units = []
+
+    def reversed(self) -> _Order:
+        return _Order(list(dict.fromkeys(self._expected[::-1])))
+
+
+#: Which context a unit runs under. Here, not in the unit: a unit knows nothing above itself.
+_contexts_by_unit: weakref.WeakKeyDictionary[Unit, FsdpContext] = weakref.WeakKeyDictionary()
+_contexts: weakref.WeakSet[FsdpContext] = weakref.WeakSet()
+_active: list[FsdpContext] = []  # those that take part in the backward that runs
+
+
+def register_unit(module: nn.Module, unit: Unit) -> FsdpContext:
+    """Make ``unit`` the module's, with a context of its own until an ancestor runs."""
+    module.__dict__["_polyshard_unit"] = unit
+    context = FsdpContext(unit)
+    _contexts_by_unit[unit] = context
+    return context
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit of a module, or None if it is none."""
+    return module.__dict__.get("_polyshard_unit")
+
+
+def context_of(unit: Unit) -> FsdpContext:
+    """The context a unit runs under."""
+    return _contexts_by_unit[unit]
+
+
+def _finish_active() -> None:
+    # In the reverse order of their forwards, the same on every rank.
+    contexts = sorted(_active, key=lambda context: -context.sequence)
+    _active.clear()
+    for context in contexts:
+        context.finish_backward()
+
+
+def _drop_failed_backward() -> None:
+    if _active and not _session.running:
+        failed = list(_active)
+        _active.clear()
+        for context in failed:
+            context.abandon()
+
+
+_session = BackwardSession(_finish_active)

@@ -1,0 +1,391 @@
+"""One group's weights: parameters of one dtype in one flat buffer, gathered and released.
+
+Knows its transport and precision; knows no modules, no order and no other group. Gradients are
+in gradients.py.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Partial as TorchPartial
+from torch.distributed.tensor import Placement as TorchPlacement
+from torch.distributed.tensor import Replicate as TorchReplicate
+
+from .autograd import NEVER_SAVED, set_versions
+from .buffer import DBuffer, ShardGrid
+from .gradients import GroupGradients
+from .layout import GlobalLayout
+from .parameter import ManagedParameter
+from .placements import Flat, Partial, Placement, Placements, Replicate
+from .precision import GroupDtypes
+from .row_split import RowSplit
+from .sharded_tensor import ShardedTensor
+from .spi import Role, Ticket
+from .transport import Transport
+
+
+class Residence(Enum):
+    """Where the full parameters are; the arrows are the only legal moves.
+
+    RELEASED -> GATHERING (a gather was submitted) -> READY (compute waited for it) -> RELEASED;
+    GATHERING -> RELEASED (prefetched, then not needed).
+    """
+
+    RELEASED = "released"
+    GATHERING = "gathering"
+    READY = "ready"
+
+
+class ParameterGroup:
+    """The parameters of one unit that share dtype and requires_grad.
+
+    Three buffers, of which neighbours may be one and the same:
+
+    - ``main``: what the optimizer steps, in its placements and precision; always held.
+    - ``model``: the compute-precision copy in the parameter placements.
+    - ``full``: every tensor whole; what forward and backward see.
+
+    Nothing that others can see changes before :meth:`install`.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        parameters: Sequence[ManagedParameter],
+        transport: Transport,
+        placements: Placements,
+        dtypes: GroupDtypes,
+        grad_divisor: float,
+    ) -> None:
+        self.label, self.parameters, self.transport = label, tuple(parameters), transport
+        self.placements, self.dtypes = placements, dtypes
+        grid = ShardGrid(transport.sizes, transport.coordinates, placements.shard_order)
+        shapes = [tuple(parameter.shape) for parameter in parameters]
+        self.grid = grid
+        self.layout = GlobalLayout.build(shapes, grid.num_shards)
+        whole = (Replicate(),) * len(grid.sizes)
+        self._gatherers = transport.communicators("gather")
+        self.main = self._allocate(
+            placements.optimizer, dtypes.main, Role.GATHER_INPUT, persistent=True
+        )
+        same = placements.parameter == placements.optimizer and dtypes.main == dtypes.compute
+        self.model = (
+            self.main
+            if same
+            else self._allocate(
+                placements.parameter, dtypes.compute, Role.GATHER_INPUT, Role.GATHER_OUTPUT
+            )
+        )
+        sharded = any(isinstance(placement, Flat) for placement in placements.parameter)
+        self.full = (
+            self._allocate(whole, dtypes.compute, Role.GATHER_OUTPUT) if sharded else self.model
+        )
+        self.gradients = GroupGradients(
+            label, self.parameters, transport, self.layout, grid, placements, dtypes, grad_divisor
+        )
+        #: Called when autograd has finished a full parameter's gradient; set by the unit.
+        self.on_grad: Callable[[ParameterGroup, int, Tensor], None] | None = None
+        self.residence = Residence.RELEASED
+        self._ticket: Ticket | None = None
+        self._copied_epochs: list[int] | None = None  # of the main weight when copies were made
+        self._stamped: list[int] | None = None  # versions the full parameters carry
+        self._mesh_placements: dict[
+            tuple[int, tuple[Placement, ...]], tuple[TorchPlacement, ...]
+        ] = {}
+        self._full_parameters = [parameter.full for parameter in self.parameters]
+        self._hooked: set[int] = set()
+        self._fill_main()
+
+    # -- sharding -----------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Turn the users' parameters into views of ``full`` and make their sharded faces."""
+        with torch.no_grad():
+            self.full.storage.acquire()
+            views = [self.full.view(index) for index in range(len(self.parameters))]
+            if self.full is not self.main:
+                self.full.storage.release()
+            for index, parameter in enumerate(self.parameters):
+                sharded = self.wrap(self.main.view(index), index, self.placements.optimizer)
+                requires_grad = parameter.full.requires_grad
+                parameter.sharded = nn.Parameter(sharded, requires_grad=requires_grad)
+                _copy_attributes(parameter.full, parameter.sharded)
+                if self.dtypes.main_grad != self.dtypes.main:
+                    parameter.sharded.grad_dtype = self.dtypes.main_grad
+                parameter.sharded._hook_target = parameter.full
+                parameter.full.data = views[index]
+                parameter.full.grad = None
+        self.gradients.install(self.wrap)
+        self.sync_requires_grad()
+        self._stamp_released()
+
+    def wrap(self, local: Tensor, index: int, placements: Sequence[Placement]) -> ShardedTensor:
+        """``local`` as this rank's rows of tensor ``index`` under ``placements``."""
+        return ShardedTensor.wrap(
+            local,
+            shape=self.layout.shapes[index],
+            mesh=self.transport.mesh,
+            placements=self._on_mesh(index, tuple(placements)),
+            name=self.parameters[index].name,
+        )
+
+    def _on_mesh(
+        self, index: int, placements: tuple[Placement, ...]
+    ) -> tuple[TorchPlacement, ...]:
+        """Placements of tensor ``index`` on every axis of the mesh; made once, gradients are
+        wrapped at every step."""
+        known = self._mesh_placements.get((index, placements))
+        if known is not None:
+            return known
+        mesh, axes = self.transport.mesh, self.transport.axes
+        count, _ = self.grid.shard(placements)
+        split = tuple(axes[axis] for axis in self.grid.split_axes(placements))
+        result: list[TorchPlacement] = [TorchReplicate()] * mesh.ndim
+        for axis, placement in zip(axes, placements, strict=True):
+            if isinstance(placement, Flat):
+                result[axis] = RowSplit(
+                    [self.layout.local_range(r, index, num_shards=count) for r in range(count)],
+                    split,
+                )
+            elif isinstance(placement, Partial):
+                result[axis] = TorchPartial(placement.reduce_op)
+        return self._mesh_placements.setdefault((index, placements), tuple(result))
+
+    def _allocate(
+        self,
+        placements: Sequence[Placement],
+        dtype: torch.dtype,
+        *roles: Role,
+        persistent: bool = False,
+    ) -> DBuffer:
+        count, _ = self.grid.shard(placements)
+        communicators = list(self._gatherers.values())
+        storage = self.transport.allocate(
+            {role: communicators for role in roles},
+            self.layout.local_numel(num_shards=count),
+            dtype,
+            persistent=persistent,
+        )
+        return DBuffer(self.layout, self.grid, placements, storage)
+
+    def _fill_main(self) -> None:
+        """Sharded axes keep each rank's own rows; replicated axes take the first rank's values."""
+        with torch.no_grad():
+            for index, parameter in enumerate(self.parameters):
+                local = self.main.view(index)
+                rows = parameter.full.detach()
+                if self.main.num_shards > 1:
+                    start, stop = self.main.rows(index)
+                    rows = (rows if rows.dim() else rows.view(1))[start:stop]
+                local.copy_(rows)
+        replicated = [
+            axis
+            for axis, placement in enumerate(self.placements.optimizer)
+            if isinstance(placement, Replicate) and self.grid.sizes[axis] > 1
+        ]
+        communicators = self.transport.communicators("reduce")
+        lane = self.transport.reduce_lane
+        lane.wait(self.transport.mark_compute())
+        for axis in replicated:
+            label = f"{self.label}: first values"
+            communicator, flat = communicators[axis], self.main.flat
+            lane.submit(
+                lambda c=communicator, f=flat, n=label: c.broadcast([f], 0, label=n), label=label
+            )
+        self.transport.compute_lane.wait(lane.mark())
+
+    # -- gathering ----------------------------------------------------------------------------
+
+    @property
+    def gathered_numel(self) -> int:
+        """Elements that a gather allocates; 0 where the full parameters are always there."""
+        numel = self.full.flat.numel() if self.full is not self.model else 0
+        return numel + (self.model.flat.numel() if self.model is not self.main else 0)
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether gathering needs the other ranks."""
+        return self.placements.parameter != (Replicate(),) * len(self.grid.sizes) or (
+            self.placements.parameter != self.placements.optimizer
+        )
+
+    def epochs(self) -> list[int]:
+        """How often each main weight was written."""
+        return [parameter.sharded.epoch for parameter in self.parameters]
+
+    def submit_gather(self, *, forward: bool, label: str) -> None:
+        """Start making the full parameters. No-op while they are there or on their way.
+
+        Copies of an earlier pass are gone by now, unless a window is open: then they serve while
+        no weight was written. A forward renews what was gathered from older weights; a backward
+        keeps it, and the versions that :meth:`await_gather` sets make autograd compare.
+        """
+        if self.full is self.main:
+            return
+        epochs = self.epochs()
+        if forward and self.residence is Residence.READY and epochs != self._stamped:
+            self.release()
+        if self.residence is not Residence.RELEASED:
+            return
+        renew = self.model is not self.main and epochs != self._copied_epochs
+        main, model, full, gatherers = self.main, self.model, self.full, self._gatherers
+
+        def gather() -> None:
+            if renew:
+                model.storage.acquire()
+                main.redistribute(model, gatherers, label=label)
+            if full is not model:
+                full.storage.acquire()
+                model.redistribute(full, gatherers, label=label)
+
+        if renew or full is not model:
+            lane = self.transport.gather_lane
+            # The optimizer wrote the weights, and compute last used the storage, on compute.
+            lane.wait(self.transport.mark_compute())
+            lane.submit(gather, label=label)
+            self._ticket = lane.mark()
+        if renew:
+            self._copied_epochs = epochs
+        self.residence = Residence.GATHERING
+
+    def await_gather(self) -> None:
+        """Make compute wait for the gather, and date the full parameters to their weights."""
+        if self.residence is Residence.GATHERING:
+            if self._ticket is not None:
+                self.transport.compute_lane.wait(self._ticket)
+                self._ticket = None
+            self.residence = Residence.READY
+        self._stamp(self.epochs())
+
+    def release(self, *, copies: bool = False) -> None:
+        """Let go of the full parameters and, at the end of a window, of all copies."""
+        if self.residence is Residence.RELEASED and not copies:
+            return
+        dropped = []
+        if self.full is not self.model and self.residence is not Residence.RELEASED:
+            dropped.append(self.full.storage)
+        if copies and self.model is not self.main and self._copied_epochs is not None:
+            self._copied_epochs = None
+            if not self.transport.keeps(Role.GATHER_INPUT):
+                dropped.append(self.model.storage)
+        if dropped:
+            lane = self.transport.gather_lane
+            # Compute may still read what was gathered.
+            lane.wait(self.transport.mark_compute())
+            for storage in dropped:
+                lane.submit(storage.release, label=f"{self.label}: release")
+        self.residence = Residence.RELEASED
+        self._ticket = None
+        if self.full is not self.main:
+            self._stamp_released()
+
+    def written_in_forward(self) -> ManagedParameter | None:
+        """A parameter whose full weight was overwritten since it was gathered, or None."""
+        for parameter, version in zip(self.parameters, self._stamped or (), strict=False):
+            if parameter.full._version != version:
+                return parameter
+        return None
+
+    def write_back(self) -> None:
+        """Copy the full parameters into the main weights, each rank its own rows.
+
+        Where the main weight is more precise, rows that still equal its rounded value keep it.
+        """
+        if self.full is self.main:
+            for parameter in self.parameters:
+                parameter.sharded.writes.count += 1
+            return
+        for index, parameter in enumerate(self.parameters):
+            rows = parameter.full.detach()
+            if self.main.num_shards > 1:
+                start, stop = self.main.rows(index)
+                rows = (rows if rows.dim() else rows.view(1))[start:stop]
+            local = self.main.view(index)
+            if local.dtype != rows.dtype:
+                rows = torch.where(local.to(rows.dtype) == rows, local, rows.to(local.dtype))
+            local.copy_(rows)
+            parameter.sharded.writes.count += 1
+
+    @contextmanager
+    def whole_main(self) -> Iterator[DBuffer]:
+        """Every main weight whole, for as long as the scope lasts; collective."""
+        whole = (Replicate(),) * len(self.grid.sizes)
+        target = self._allocate(whole, self.dtypes.main, Role.GATHER_OUTPUT)
+        label = f"{self.label}: full weights"
+
+        def gather() -> None:
+            target.storage.acquire()
+            self.main.redistribute(target, self._gatherers, label=label)
+
+        lane = self.transport.gather_lane
+        lane.wait(self.transport.mark_compute())
+        lane.submit(gather, label=label)
+        self.transport.compute_lane.wait(lane.mark())
+        try:
+            yield target
+        finally:
+            lane.wait(self.transport.mark_compute())
+            lane.submit(target.storage.release, label=label)
+
+    # -- autograd -----------------------------------------------------------------------------
+
+    def sync_requires_grad(self) -> None:
+        """Freezing and unfreezing the sharded parameters is honoured from the next forward on."""
+        for index, parameter in enumerate(self.parameters):
+            wanted = parameter.sharded.requires_grad
+            if parameter.full.requires_grad != wanted:
+                parameter.full.requires_grad_(wanted)
+            if wanted and index not in self._hooked:
+                self._hooked.add(index)
+                # Weakly: a hook lives as long as its tensor and must not keep the group alive.
+                parameter.full.register_post_accumulate_grad_hook(
+                    _GradReady(weakref.ref(self), index)
+                )
+        self.gradients.expect(
+            index
+            for index, parameter in enumerate(self.parameters)
+            if parameter.sharded.requires_grad
+        )
+
+    def _stamp(self, epochs: list[int]) -> None:
+        if epochs != self._stamped:
+            set_versions(self._full_parameters, epochs)
+            self._stamped = epochs
+
+    def _stamp_released(self) -> None:
+        if self.full is self.main:
+            self._stamp(self.epochs())
+        else:
+            set_versions(self._full_parameters, [NEVER_SAVED] * len(self._full_parameters))
+            self._stamped = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameters, padding not counted."""
+        return sum(prod(shape) for shape in self.layout.shapes)
+
+
+class _GradReady:
+    __slots__ = ("_group", "_index")
+
+    def __init__(self, group: weakref.ref[ParameterGroup], index: int) -> None:
+        self._group, self._index = group, index
+
+    def __call__(self, parameter: Tensor) -> None:
+        group = self._group()
+        if group is not None:
+            assert group.on_grad is not None
+            group.on_grad(group, self._index, parameter)
+
+
+def _copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
+    for name, value in vars(source).items():
+        if not name.startswith("_polyshard"):
+            setattr(target, name, value)

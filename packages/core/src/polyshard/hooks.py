@@ -1,0 +1,190 @@
+"""Wires units into modules and autograd. The only place that registers hooks.
+
+Hooks hold units, never modules; a hook on a tensor holds its group weakly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from .autograd import current_graph_task, producers, tensors_in
+from .context import ForwardPass, context_of
+from .group import ParameterGroup
+from .unit import Unit
+
+
+def attach(unit: Unit, module: nn.Module, owners: Iterable[nn.Module]) -> list[RemovableHandle]:
+    """Register the hooks of ``unit``.
+
+    Args:
+        module: the unit's module.
+        owners: the submodules that hold parameters of the unit directly. Backward through any of
+            their outputs needs the weights, whether or not it comes through the unit's own.
+    """
+    weak_unit = weakref.ref(unit)
+    for group in unit.groups:
+        group.on_grad = _OnGrad(weak_unit)
+    handles = [
+        module.register_forward_pre_hook(_PreForward(unit), prepend=True, with_kwargs=True),
+        module.register_forward_hook(_PostForward(unit), always_call=True),
+    ]
+    watch = _WatchOutput(unit)
+    handles += [
+        owner.register_forward_hook(watch) for owner in owners if owner is not module
+    ]
+    return handles
+
+
+class _PreForward:
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        unit = self.unit
+        context = context_of(unit)
+        if unit.depth and not context.is_root(unit):
+            unit.depth += 1  # the module runs inside itself: its weights are there
+            return None
+        unit.recomputing = context.enter_forward(unit)
+        unit.depth = 1
+        unit.show_full()
+        if unit.has_frozen and torch.is_grad_enabled():
+            _await_inputs(unit, (args, kwargs))
+        precision = unit.precision
+        if precision.compute_dtype is None or not precision.cast_forward_inputs:
+            return None
+        dtype = precision.compute_dtype
+        return _cast(args, dtype), _cast(kwargs, dtype)
+
+
+class _PostForward:
+    """Called after a return and after an exception, then with no output."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        unit = self.unit
+        if unit.depth > 1:
+            unit.depth -= 1
+            return None
+        if unit.depth == 0:
+            return None  # the forward failed before it began
+        context = context_of(unit)
+        unit.depth = 0
+        try:
+            if output is not None:
+                _watch(unit, output)
+                unit.refuse_writes()
+        finally:
+            unit.show_sharded()
+            context.leave_forward(unit, recompute=unit.recomputing)
+        if unit.precision.output_dtype is not None and output is not None:
+            return _cast(output, unit.precision.output_dtype)
+        return None
+
+
+class _WatchOutput:
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.is_grad_enabled():
+            _hook_producers(self.unit, tensors_in(output))
+
+
+def _watch(unit: Unit, output: object) -> None:
+    """Gather again before backward runs through ``output``; keep what it is a view of."""
+    if not unit.groups:
+        return
+    tensors = list(tensors_in(output))
+    if unit.shares_storage(tensors):
+        unit.pinned = True
+    if torch.is_grad_enabled():
+        _hook_producers(unit, tensors)
+
+
+def _hook_producers(unit: Unit, tensors: Iterable[Tensor]) -> None:
+    hook: Callable[[Any], None] | None = None
+    for tensor in tensors:
+        if not tensor.requires_grad:
+            continue
+        if hook is None:
+            hook = _BeforeBackward(unit, context_of(unit).latest_forward)
+        for node in producers(tensor):
+            node.register_prehook(hook)
+
+
+class _BeforeBackward:
+    """Runs before backward reaches what the unit computed."""
+
+    __slots__ = ("forward_pass", "unit")
+
+    def __init__(self, unit: Unit, forward_pass: ForwardPass) -> None:
+        self.unit, self.forward_pass = unit, forward_pass
+
+    def __call__(self, _grads: object) -> None:
+        context_of(self.unit).gather_for_backward(self.unit, self.forward_pass)
+
+
+class _OnGrad:
+    """Takes a gradient over as soon as autograd has finished it."""
+
+    def __init__(self, unit: weakref.ref[Unit]) -> None:
+        self._unit = unit
+
+    def __call__(self, group: ParameterGroup, index: int, parameter: Tensor) -> None:
+        unit = self._unit()
+        if unit is None or current_graph_task() == -1:
+            return  # a gradient that the user put there by hand
+        grad, parameter.grad = parameter.grad, None
+        if grad is None:
+            return
+        context = context_of(unit)
+        context.enter_backward(context.latest_forward)
+        assert context.backward is not None
+        group.gradients.add(index, grad, final=context.backward.final)
+        if unit.complete:
+            context.on_complete(unit)
+
+
+def _await_inputs(unit: Unit, inputs: object) -> None:
+    """Count the producers of the inputs: once backward reaches them it has left the unit."""
+    nodes = {node for tensor in tensors_in(inputs) for node in producers(tensor)}
+    unit.pending_inputs += len(nodes)
+
+    def left(_grads: object) -> None:
+        unit.pending_inputs -= 1
+        if unit.pending_inputs <= 0:
+            unit.release_after_backward()
+
+    for node in nodes:
+        node.register_prehook(left)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Cast floating tensors in containers; everything else is passed through as it is."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+    if isinstance(value, dict):
+        items = {key: _cast(item, dtype) for key, item in value.items()}
+        return items if type(value) is dict else _rebuild(value, items)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast(item, dtype) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(_cast(item, dtype) for item in value)
+    return value
+
+
+def _rebuild(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    copied = value.copy()
+    copied.update(items)
+    return copied

@@ -1,0 +1,219 @@
+"""Decides which tensors share a segment, and how long that segment's shards are.
+
+Works on plain integers: lengths in elements, and the block each tensor may be cut into. Knows no
+shapes, rows or ranks; `layout` gives the result its meaning. The reasoning, the guarantees with
+their proofs, and what was rejected are in docs/notes/layout.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from .layout_fill import Queue
+
+# Bounds on time. They can cost a segment more on unusual inputs, never one of the rules.
+NEAR_SPLITS = 8  # ways to split that are tried one by one; further ones lie eight times apart
+NEAR_BLOCKS = 4  # coarsest blocks of which multiples are tried as shard length
+JOIN_ATTEMPTS = 64  # how often families with a segment of their own try to join another
+
+
+class Family(NamedTuple):
+    """The tensors that are cut into blocks of one length."""
+
+    block: int
+    tensors: range  # longest first
+    numel: int
+    longest: int
+    blocks: int  # a tensor's last block may be short and counts as one
+    padding: int  # of a segment that holds this family alone
+
+
+class Packing(NamedTuple):
+    """One segment: its shard length, and where its tensors start within it."""
+
+    families: Sequence[Family]
+    shard_numel: int
+    padding: int
+    tensors: Sequence[int]  # in ascending order of start
+    starts: Sequence[int]  # one per entry of `tensors`
+
+
+def pack(numels: Sequence[int], blocks: Sequence[int], num_shards: int) -> list[Packing]:
+    """Pack tensors of at least one element into segments whose shards are cut between blocks only.
+
+    `blocks[i]` is how many elements of tensor i stay together, from 1 to `numels[i]`. The padding
+    never exceeds what it takes to give every shard equally many blocks of each tensor. Below that,
+    up to one per cent of the sum is spent on having fewer segments, and more only where nothing
+    was found within it.
+    """
+    # Sorts are stable: of equal tensors the first stays first, whatever lies between them.
+    order = sorted(range(len(numels)), key=numels.__getitem__, reverse=True)
+    order.sort(key=blocks.__getitem__, reverse=True)
+    search = _Search([numels[tensor] for tensor in order], num_shards)
+    families = search.families(Counter(blocks))
+    total = sum(numels)
+    ceiling = -total
+    for numel, block in zip(numels, blocks, strict=True):
+        ceiling -= numel // -(block * num_shards) * (block * num_shards)
+    percent = 1
+    while True:
+        limit = min(ceiling, total * percent // 100)
+        packings = search.within(families, limit)
+        if packings is not None:
+            break
+        assert limit < ceiling, "a family alone never pads more than its tensors one by one"
+        percent *= 2
+    # Coarse blocks first: what follows them starts at multiples of long rows.
+    packings.sort(key=lambda packing: -packing.families[0].block)
+    return [
+        packing._replace(tensors=[order[place] for place in packing.tensors])
+        for packing in packings
+    ]
+
+
+class _Search:
+    """Looks for few segments whose padding together stays within a limit.
+
+    Knows tensors by their place in an order that puts coarse blocks first, long tensors next.
+    """
+
+    def __init__(self, numels: Sequence[int], num_shards: int) -> None:
+        self.numels = numels
+        self.num_shards = num_shards
+
+    def families(self, sizes: Mapping[int, int]) -> list[Family]:
+        """Return the families, those with the longest tensors first, from the size by block."""
+        families = []
+        first = 0
+        for block in sorted(sizes, reverse=True):
+            tensors = range(first, first + sizes[block])
+            numel = blocks = 0
+            for tensor in tensors:
+                numel += self.numels[tensor]
+                blocks -= self.numels[tensor] // -block
+            padding = -(blocks // -self.num_shards) * self.num_shards * block - numel
+            families.append(Family(block, tensors, numel, self.numels[first], blocks, padding))
+            first = tensors.stop
+        families.sort(key=attrgetter("longest"), reverse=True)
+        return families
+
+    def within(self, families: Sequence[Family], limit: int) -> list[Packing] | None:
+        """Return segments for all `families` with at most `limit` elements of padding, or None."""
+        for apart, pool in self._splits(families):
+            spare = limit - sum(map(attrgetter("padding"), apart))
+            if spare < 0:
+                continue
+            if not pool:
+                return self._join([], apart, spare)
+            shared = self._together(pool, spare)
+            if shared is not None:
+                return self._join([shared], apart, spare - shared.padding)
+        return None
+
+    def _splits(
+        self, families: Sequence[Family]
+    ) -> Iterator[tuple[Sequence[Family], Sequence[Family]]]:
+        """Yield ways to give some families a segment each and pool the others.
+
+        Families with the longest tensors leave the pool first: a tensor that spans two boundaries
+        ties the shard length to its block, a shorter one does not.
+        """
+        points = {*range(NEAR_SPLITS), *(8**power for power in range(2, 8))}
+        for shards in (2, 1):  # from where on no tensor is longer than so many average shards
+            rest = sum(map(attrgetter("numel"), families))
+            for point, family in enumerate(families):
+                if family.longest * self.num_shards <= shards * rest:
+                    points.add(point)
+                    break
+                rest -= family.numel
+        for point in sorted(points):
+            if point < len(families):
+                yield families[:point], families[point:]
+        # A family with many blocks on every shard loses little by being apart.
+        many = 100 * self.num_shards
+        yield (
+            [family for family in families if family.blocks >= many],
+            [family for family in families if family.blocks < many],
+        )
+        yield families, []
+
+    def _join(self, packings: list[Packing], apart: Sequence[Family], spare: int) -> list[Packing]:
+        """Let each family of `apart` join a segment if `spare` allows it, or have its own."""
+        attempts = 0
+        for family in apart:
+            spare += family.padding
+            joined = None
+            for place, host in enumerate(packings[: JOIN_ATTEMPTS - attempts]):
+                attempts += 1
+                joined = self._together([*host.families, family], spare + host.padding)
+                if joined is not None:
+                    packings[place] = joined
+                    spare += host.padding - joined.padding
+                    break
+            if joined is None:
+                packings.append(self._alone(family))
+                spare -= family.padding
+        return packings
+
+    def _alone(self, family: Family) -> Packing:
+        """Give a family a segment of its own: whole blocks in a row, as many on every shard."""
+        starts = [0]
+        for tensor in family.tensors[:-1]:
+            starts.append(starts[-1] - self.numels[tensor] // -family.block * family.block)
+        shard_numel = -(family.blocks // -self.num_shards) * family.block
+        return Packing((family,), shard_numel, family.padding, family.tensors, starts)
+
+    def _together(self, families: Sequence[Family], spare: int) -> Packing | None:
+        """Put `families` into one segment with as little padding as is found, at most `spare`."""
+        numel = sum(map(attrgetter("numel"), families))
+        shortest = -(numel // -self.num_shards)
+        longest = (numel + spare) // self.num_shards
+        shard_numels = self._shard_numels(families, shortest, longest)
+        if not shard_numels:
+            return None
+        families = sorted(families, key=attrgetter("block"), reverse=True)
+        tensors = [tensor for family in families for tensor in family.tensors]
+        queue = Queue(
+            [self.numels[tensor] for tensor in tensors],
+            [family.block for family in families for _ in family.tensors],
+        )
+        for shard_numel in shard_numels:
+            padding = shard_numel * self.num_shards - numel
+            placed = queue.fill(shard_numel, padding)
+            if placed is not None:
+                turns, starts = placed
+                return Packing(
+                    families, shard_numel, padding, [tensors[turn] for turn in turns], starts
+                )
+        return None
+
+    def _shard_numels(self, families: Sequence[Family], shortest: int, longest: int) -> list[int]:
+        """Return the shard lengths worth trying for one segment, in ascending order."""
+        if longest < shortest:
+            return []
+        tied = 1  # divides every length worth trying: the blocks of what spans two boundaries
+        for family in families:
+            if family.longest > 2 * longest:
+                tied = math.lcm(tied, family.block)
+                if tied > longest:
+                    return []
+        blocks = sorted(map(attrgetter("block"), families), reverse=True)
+        steps = {tied, *(math.lcm(tied, block) for block in blocks[:NEAR_BLOCKS])}
+        step = tied
+        for block in blocks:
+            step = math.lcm(step, block)
+            if step > longest:
+                break
+            steps.add(step)
+        lengths = {-(shortest // -step) * step for step in steps}
+        # Room for a part of the gaps at worst, which are one element less than a block each.
+        gaps = (self.num_shards - 1) * (blocks[0] - 1)
+        for part in (16, 8, 4, 2, 1):
+            length = shortest - gaps // -(part * self.num_shards)
+            lengths.add(-(length // -tied) * tied)
+        lengths.add(longest // tied * tied)
+        return sorted(length for length in lengths if shortest <= length <= longest)

@@ -1,0 +1,59 @@
+"""The class that a unit's module becomes. Delegates only."""
+
+from __future__ import annotations
+
+from types import new_class
+from typing import Any, NoReturn
+
+from torch import nn
+
+from .context import FsdpContext, context_of, unit_of
+from .errors import UnsupportedError
+
+
+class FsdpModule:
+    """Mixed into the class of every module given to ``fully_shard``.
+
+    The module stays the same object and an instance of its original class. No ``__slots__`` here:
+    Python lets an object change its class only between classes that add the same to ``object``,
+    and nn.Module adds a ``__dict__``.
+    """
+
+    @property
+    def fsdp_context(self) -> FsdpContext:
+        """What this unit shares with the others that run under the same root."""
+        unit = unit_of(self)  # type: ignore[arg-type]
+        assert unit is not None
+        return context_of(unit)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise UnsupportedError(
+            f"copy.deepcopy of a sharded {type(self).__name__} is not supported yet; build a second "
+            "model, shard it alike, and copy the weights with torch.no_grad()."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"a sharded {type(self).__name__} cannot be pickled: one rank holds only its rows. Save "
+            "`full_state_dict(module)` instead."
+        )
+
+
+_classes: dict[type, type] = {}
+
+
+def attach_mixin(module: nn.Module) -> type:
+    """Give ``module`` a class that is both FsdpModule and its own; returns the old class."""
+    original = type(module)
+    if original not in _classes:
+        _classes[original] = new_class(
+            original.__name__,
+            (FsdpModule, original),
+            exec_body=lambda namespace: namespace.update(
+                __module__=original.__module__,
+                __qualname__=original.__qualname__,
+                __doc__=original.__doc__,
+            ),
+        )
+    module.__class__ = _classes[original]
+    return original

@@ -1,0 +1,83 @@
+"""Owns how an operation on a sharded tensor is refused: which, what, why, and what to do instead.
+
+Knows no operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor
+
+from .errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from .sharded_tensor import ShardedTensor
+
+Handler = Callable[[type["ShardedTensor"], tuple[Any, ...], dict[str, Any]], Any]
+"""Runs one operation, given the class of sharded tensors, the arguments and the keywords."""
+
+REMEDY = (
+    "Run it inside `with unsharded(module):`, register the method that needs the whole weight "
+    "with register_forward_method, or take a copy with full_tensor()."
+)
+INCOMPLETE = (
+    "it is placed Partial: each rank holds its own contribution to a value that is only summed on "
+    "the last microbatch"
+)
+AFTER_LAST_MICROBATCH = "Do this after the backward of the last microbatch."
+
+
+def refuse(
+    tensor: ShardedTensor | None, operation: object, reason: str, remedy: str = REMEDY
+) -> NoReturn:
+    """Raise UnsupportedError."""
+    name = "a sharded tensor" if tensor is None else repr(tensor._name)
+    operation = getattr(operation, "__name__", operation)
+    raise UnsupportedError(f"{name}: {operation} is refused: {reason}. {remedy}")
+
+
+def refuse_plain(first: ShardedTensor | None, operation: object, plain: Tensor) -> NoReturn:
+    """Refuse a plain tensor as the other operand of a sharded one."""
+    refuse(
+        first,
+        operation,
+        f"the other operand is a {type(plain).__name__} of shape {tuple(plain.shape)}, which may "
+        "differ from rank to rank",
+        "Use tensors split like this one, numbers, or tensors of one element; take in a whole "
+        f"plain tensor with copy_. {REMEDY}",
+    )
+
+
+def refuse_unlike(first: ShardedTensor, operation: object, other: ShardedTensor) -> NoReturn:
+    """Refuse two sharded tensors that lie differently."""
+    refuse(
+        first,
+        operation,
+        f"the other operand {other._name!r} lies differently (shape {tuple(other.shape)} "
+        f"{other.placements}, against shape {tuple(first.shape)} {first.placements})",
+        "Bring it to the same rows with redistribute(), or copy_ its full_tensor().",
+    )
+
+
+def first_sharded(cls: type[ShardedTensor], arguments: Any) -> ShardedTensor | None:
+    """The first sharded tensor among (nested) arguments."""
+    if isinstance(arguments, cls):
+        return arguments
+    if isinstance(arguments, dict):
+        arguments = list(arguments.values())
+    if not isinstance(arguments, list | tuple):
+        return None
+    return next((t for a in arguments if (t := first_sharded(cls, a)) is not None), None)
+
+
+def refused(operation: object, reason: str, remedy: str = REMEDY) -> Handler:
+    """A handler that refuses the operation, whatever its arguments."""
+
+    def handler(
+        cls: type[ShardedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> NoReturn:
+        refuse(first_sharded(cls, (args, kwargs)), operation, reason, remedy)
+
+    return handler

@@ -1,0 +1,207 @@
+"""A unit: one module given to fully_shard, and the groups of parameters it owns.
+
+Knows its groups and where they show; knows no other unit. Holds its module weakly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .errors import UnsupportedError
+from .group import ParameterGroup, Residence
+from .parameter import ManagedParameter
+from .precision import MixedPrecisionPolicy
+from .schedule import SchedulePolicy
+from .transport import Transport
+
+
+class Unit:
+    """What is gathered, released and reduced together.
+
+    Args:
+        module: held weakly.
+        groups: possibly none, for a module without parameters of its own.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Sequence[ParameterGroup],
+        *,
+        transport: Transport,
+        precision: MixedPrecisionPolicy,
+        schedule: SchedulePolicy,
+        reshard_after_forward: bool,
+    ) -> None:
+        self.module = weakref.ref(module)
+        self.name = type(module).__name__
+        self.groups, self.transport = tuple(groups), transport
+        self.precision, self.schedule = precision, schedule
+        self.reshard_after_forward = reshard_after_forward
+        self.parameters: tuple[ManagedParameter, ...] = tuple(
+            parameter for group in groups for parameter in group.parameters
+        )
+        self.index = 0  # in the context's registration order
+        self.depth = 0  # forwards of the module that are running, one inside the other
+        self.recomputing = False  # the forward that runs is a recomputation inside a backward
+        self.held = 0  # `unsharded` scopes around it
+        self.pinned = False  # an output is a view of what was gathered
+        self.entered_forward = False  # since gradients were last final
+        self.entered_backward = False  # in the backward that runs
+        self.pending_inputs = 0  # producers of its inputs that backward has not reached
+
+    def rename(self, name: str) -> None:
+        """Take the name that the root knows the unit by; the same on every rank."""
+        self.name = name or self.name
+        for group in self.groups:
+            group.label = f"{self.name} ({str(group.dtypes.compute).removeprefix('torch.')})"
+            group.gradients.label = group.label
+
+    # -- weights ------------------------------------------------------------------------------
+
+    @property
+    def gathered_numel(self) -> int:
+        """Elements that gathering the unit allocates."""
+        return sum(group.gathered_numel for group in self.groups)
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether entering the unit needs the other ranks."""
+        return any(group.is_collective for group in self.groups)
+
+    def submit_gather(self, *, forward: bool) -> None:
+        """Start gathering; no-op where that was done."""
+        phase = "forward" if forward else "backward"
+        for group in self.groups:
+            group.submit_gather(forward=forward, label=f"{group.label}: gather for {phase}")
+
+    def await_gather(self) -> None:
+        """Make compute wait for the gathered parameters."""
+        for group in self.groups:
+            group.await_gather()
+
+    @property
+    def ready(self) -> bool:
+        return all(group.residence is Residence.READY for group in self.groups)
+
+    def release(self, *, copies: bool = False) -> None:
+        """Let go of gathered parameters, unless someone outside still looks at them."""
+        if self.held or self.depth or (self.pinned and not copies):
+            return
+        for group in self.groups:
+            group.release(copies=copies)
+
+    @property
+    def has_frozen(self) -> bool:
+        """Some gathered parameters never announce that backward is done with them."""
+        return any(
+            len(group.gradients.expected) < len(group.parameters)
+            for group in self.groups
+            if group.gathered_numel
+        )
+
+    def release_after_backward(self) -> None:
+        """All gradients arrived, so nothing needs the trainable weights any more.
+
+        Frozen ones may be needed until backward has left the unit through its inputs.
+        """
+        if not self.complete:
+            return
+        if self.pending_inputs <= 0:
+            self.release()
+        elif not (self.held or self.depth or self.pinned):
+            for group in self.groups:
+                if len(group.gradients.expected) == len(group.parameters):
+                    group.release()
+
+    def sync_requires_grad(self) -> None:
+        """Freezing and unfreezing is honoured from the next forward on."""
+        for group in self.groups:
+            group.sync_requires_grad()
+
+    def show_full(self) -> None:
+        """Let the module see full parameters."""
+        for parameter in self.parameters:
+            parameter.show_full(self.name)
+
+    def show_sharded(self) -> None:
+        """Let the world see sharded parameters, unless an `unsharded` scope is open."""
+        if self.held:
+            return
+        for parameter in self.parameters:
+            parameter.show_sharded()
+
+    def write_back(self) -> None:
+        """Take what the full parameters hold now into the main weights."""
+        for group in self.groups:
+            group.write_back()
+
+    def refuse_writes(self) -> None:
+        """Raise if the forward that just ran overwrote a gathered weight: it would be lost."""
+        for group in self.groups:
+            written = group.written_in_forward()
+            if written is not None:
+                raise UnsupportedError(
+                    f"the forward of unit {self.name!r} wrote to its own parameter "
+                    f"{written.name!r} (nn.Embedding(max_norm=...) does); the gathered copy is "
+                    "dropped, so the change would be lost. Change weights between steps, inside "
+                    "`with unsharded(module):`."
+                )
+
+    def shares_storage(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether one of ``tensors`` is a view of what was gathered."""
+        gathered = {
+            group.full.flat.untyped_storage().data_ptr()
+            for group in self.groups
+            if group.gathered_numel
+        }
+        return any(
+            tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in gathered
+            for tensor in tensors
+        )
+
+    # -- gradients ----------------------------------------------------------------------------
+
+    @property
+    def trainable(self) -> bool:
+        return any(group.gradients.expected for group in self.groups)
+
+    @property
+    def complete(self) -> bool:
+        """Every gradient that the unit expects has arrived."""
+        return all(group.gradients.complete for group in self.groups)
+
+    @property
+    def started(self) -> bool:
+        """Gradients arrived that were not reduced yet."""
+        return any(group.gradients.started for group in self.groups)
+
+    def reduce(self, *, final: bool) -> None:
+        """Submit the reductions of all groups, in their order."""
+        for group in self.groups:
+            if group.gradients.expected:
+                group.gradients.reduce(final=final)
+
+    def release_inputs(self) -> None:
+        """Give back the reduce inputs, waiting for their reductions."""
+        for group in self.groups:
+            group.gradients.release_input()
+
+    def collect(self, *, final: bool) -> None:
+        """Show reduced gradients as ``.grad``."""
+        for group in self.groups:
+            if group.gradients.expected:
+                group.gradients.collect(final=final)
+
+    def abandon(self) -> None:
+        """Forget the pass that failed: gradients in the making, gathered storage, shown faces."""
+        self.depth = 0
+        self.pinned = self.entered_backward = False
+        for group in self.groups:
+            group.gradients.abandon()
+        self.show_sharded()
+        self.release(copies=True)
