@@ -19,6 +19,7 @@ from .backward import BackwardPass
 from .errors import BackendError, UnsupportedError
 from .schedule import prefetch, reduction_order
 from .sharded_tensor import dispatch_is_honoured
+from .spi import Traffic
 from .transport import Transport
 from .unit import Unit
 
@@ -64,6 +65,15 @@ class FsdpContext:
     def transports(self) -> list[Transport]:
         """Those in use, each once, in the order of the units."""
         return list(dict.fromkeys(unit.transport for unit in self.units))
+
+    def traffic(self) -> Traffic:
+        """What this rank moved so far on the meshes of these units: calls and bytes by kind."""
+        total = Traffic()
+        for transport in self.transports():
+            moved = transport.traffic()
+            total.calls.update(moved.calls)
+            total.bytes.update(moved.bytes)
+        return total
 
     def _take_in_descendants(self, root: Unit) -> None:
         """The first time a unit runs as a root, the units below it join its context."""

@@ -17,7 +17,6 @@ from .layout_fill import Queue
 
 # Bounds on time. They can cost a segment more on unusual inputs, never one of the rules.
 NEAR_SPLITS = 8  # ways to split that are tried one by one; further ones lie eight times apart
-NEAR_BLOCKS = 4  # coarsest blocks of which multiples are tried as shard length
 JOIN_ATTEMPTS = 64  # how often families with a segment of their own try to join another
 
 
@@ -123,13 +122,12 @@ class _Search:
         ties the shard length to its block, a shorter one does not.
         """
         points = {*range(NEAR_SPLITS), *(8**power for power in range(2, 8))}
-        for shards in (2, 1):  # from where on no tensor is longer than so many average shards
-            rest = sum(map(attrgetter("numel"), families))
-            for point, family in enumerate(families):
-                if family.longest * self.num_shards <= shards * rest:
-                    points.add(point)
-                    break
-                rest -= family.numel
+        rest = sum(map(attrgetter("numel"), families))
+        for point, family in enumerate(families):
+            if family.longest * self.num_shards <= rest:  # no tensor of this pool exceeds a shard
+                points.add(point)
+                break
+            rest -= family.numel
         for point in sorted(points):
             if point < len(families):
                 yield families[:point], families[point:]
@@ -202,18 +200,15 @@ class _Search:
                 if tied > longest:
                     return []
         blocks = sorted(map(attrgetter("block"), families), reverse=True)
-        steps = {tied, *(math.lcm(tied, block) for block in blocks[:NEAR_BLOCKS])}
+        lengths = {shortest, longest // tied * tied}
         step = tied
-        for block in blocks:
+        for block in blocks:  # at multiples of its block, a tensor crosses any boundary cleanly
             step = math.lcm(step, block)
             if step > longest:
                 break
-            steps.add(step)
-        lengths = {-(shortest // -step) * step for step in steps}
+            lengths.add(-(shortest // -step) * step)
         # Room for a part of the gaps at worst, which are one element less than a block each.
         gaps = (self.num_shards - 1) * (blocks[0] - 1)
-        for part in (16, 8, 4, 2, 1):
-            length = shortest - gaps // -(part * self.num_shards)
-            lengths.add(-(length // -tied) * tied)
-        lengths.add(longest // tied * tied)
-        return sorted(length for length in lengths if shortest <= length <= longest)
+        lengths.update(shortest - gaps // -(part * self.num_shards) for part in (4, 2, 1))
+        lengths = {-(length // -tied) * tied for length in lengths}
+        return sorted(length for length in lengths if length <= longest)

@@ -24,7 +24,7 @@ from .sharded_elementwise import (
     on_lists,
     written_arguments,
 )
-from .sharded_memory_ops import alias, complex_view, copy_into, masked_write
+from .sharded_memory_ops import alias, complex_view, copy_into
 from .sharded_refusals import Handler, first_sharded, refuse, refused
 
 if TYPE_CHECKING:
@@ -138,15 +138,6 @@ def _where(func: Callable[..., Any]) -> Handler:
     return handler
 
 
-def _set_item(func: Callable[..., Any]) -> Handler:
-    def handler(cls: type[ShardedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        target, mask, value = args
-        values = value if isinstance(value, Tensor) else torch.tensor(value)
-        masked_write(func)(cls, (target, [mask], values), {})
-
-    return handler
-
-
 def _to(func: Callable[..., Any]) -> Handler:
     def handler(
         cls: type[ShardedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -163,7 +154,6 @@ def _to(func: Callable[..., Any]) -> Handler:
 
 
 _SPECIAL: dict[str, Callable[[Callable[..., Any]], Handler]] = {
-    "__setitem__": _set_item,
     "copy_": copy_into,
     "detach": alias,
     "to": _to,

@@ -127,39 +127,6 @@ def copy_into(func: Callable[..., Any]) -> Handler:
     return handler
 
 
-def masked_write(func: Callable[..., Any]) -> Handler:
-    """``tensor[mask] = number``, elementwise when the mask is split like the tensor."""
-
-    def handler(
-        cls: type[ShardedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> ShardedTensor:
-        target, indices, values = args[0], args[1], args[2]
-        mask = indices[0] if len(indices) == 1 else None
-        if not (
-            isinstance(target, cls)
-            and isinstance(mask, cls)
-            and mask._geometry is target._geometry
-            and mask.dtype == torch.bool
-            and not isinstance(values, DTensor)
-            and values.numel() == 1
-            and not (args[3] if len(args) > 3 else kwargs.get("accumulate", False))
-            and not target._geometry.is_partial
-        ):
-            refuse(
-                target if isinstance(target, cls) else mask,
-                func,
-                "indices name rows of the whole tensor; only a bool mask that lies like the "
-                "tensor, with one value to set, is taken",
-            )
-        try:
-            target._local_tensor.masked_fill_(mask._local_tensor, values.reshape(()))
-        finally:
-            target.writes.count += 1
-        return target
-
-    return handler
-
-
 _LIKE: dict[str, Callable[..., Tensor]] = {
     "new_empty": torch.empty_like,
     "new_empty_strided": torch.empty_like,
@@ -214,7 +181,6 @@ MEMORY_OPERATIONS: dict[str, Callable[[Callable[..., Any]], Handler]] = {
     "view_as_real": complex_view,
     "view_as_complex": complex_view,
     "copy_": copy_into,
-    "index_put_": masked_write,
     "new_empty": _new,
     "new_empty_strided": _new,
     "new_zeros": _new,

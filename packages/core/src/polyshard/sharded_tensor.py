@@ -252,6 +252,14 @@ class ShardedTensor(DTensor):
             )
         return value
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """``tensor[mask] = number`` with a bool mask that lies alike; other keys are refused."""
+        masks = isinstance(key, ShardedTensor) and key.dtype == torch.bool
+        if masks and (not isinstance(value, Tensor) or value.numel() == 1):
+            self.masked_fill_(key, value.reshape(()) if isinstance(value, Tensor) else value)
+        else:
+            super().__setitem__(key, value)
+
     # Autograd and attributes that PyTorch would take in without effect
 
     @property
