@@ -117,18 +117,20 @@ def train_plain(how: Training, ranks: int) -> tuple[list[float], dict[str, Tenso
     for step in range(how.steps):
         total = 0.0
         for micro in range(how.microbatches):
-            parts = range(ranks) if how.bf16 else [slice(None)]
-            for part in parts:
-                share = 1 / (how.microbatches * len(parts))
+            # In fp32 the global batch goes through at once.
+            for ids, goal in (
+                zip(tokens[step, micro], targets[step, micro], strict=True)
+                if how.bf16
+                else [(tokens[step, micro].flatten(0, 1), targets[step, micro].flatten(0, 1))]
+            ):
                 seen = copy.deepcopy(model).bfloat16() if how.bf16 else model
-                for parameter in seen.parameters():
-                    parameter.grad = None if how.bf16 else parameter.grad
-                ids, goal = tokens[step, micro, part], targets[step, micro, part]
-                loss = loss_of(seen, ids.flatten(0, -2), goal.flatten(0, -2))
-                (loss / (how.microbatches if how.bf16 else 1) * (1 if how.bf16 else share)).backward()
+                loss = loss_of(seen, ids, goal) / how.microbatches
+                if how.bf16:
+                    seen.zero_grad()
+                loss.backward()
                 if how.bf16:
                     _add_gradients(seen, model, 1 / ranks)
-                total += loss.item() * share
+                total += loss.item() / (ranks if how.bf16 else 1)
         losses.append(total)
         optimizer.step()
         optimizer.zero_grad(set_to_none=how.set_to_none)
@@ -142,9 +144,7 @@ def _add_gradients(source: nn.Module, target: nn.Module, scale: float) -> None:
             ours.grad = contribution if ours.grad is None else ours.grad + contribution
 
 
-def train_sharded(
-    model: nn.Module, how: Training, rank: int, ranks: int
-) -> list[float]:
+def train_sharded(model: nn.Module, how: Training, rank: int, ranks: int) -> list[float]:
     """This rank's part of the batch through a sharded model; the mean losses by step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr)
     tokens, targets = make_batches(how.steps, how.microbatches, ranks)

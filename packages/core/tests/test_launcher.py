@@ -249,3 +249,10 @@ def test_bad_arguments(world_size: Any, body: Any, timeout: float, told: str) ->
     with pytest.raises(ValueError, match=told):
         run_ranks(world_size, body, timeout=timeout)
     assert run_ranks(2, pid_of) == pids
+
+
+def test_body_of_the_running_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body that a script itself defines is refused: other processes cannot import it."""
+    monkeypatch.setattr(pid_of, "__module__", "__main__")
+    with pytest.raises(ValueError, match=r"__main__\.pid_of is defined in the script that runs"):
+        run_ranks(2, pid_of)

@@ -165,7 +165,7 @@ def test_failing_rank_is_reported_first() -> None:
         assert report.output == f"rank {report.rank} was here\n"
     headline, first, *_ = str(failure).splitlines()
     assert headline == (
-        "rank 2 of 4 failed first in test_launcher.say_and_raise: "
+        f"rank 2 of 4 failed first in {__name__}.say_and_raise: "
         "raised ValueError: the weights are gone"
     )
     assert first == "  rank 2: raised ValueError: the weights are gone"
@@ -257,24 +257,6 @@ def test_failure_survives_pickling() -> None:
     """A report reads the same after a trip between processes, as under parallel test runners."""
     failure = RankFailure("somewhere", [RankReport(0, RankOutcome.DIED, "exited", 1.0)])
     assert str(pickle.loads(pickle.dumps(failure))) == str(failure)
-
-
-def test_body_in_the_script_itself(tmp_path: Path) -> None:
-    """A script whose body cannot be imported elsewhere is told to move it."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from polyshard.testing import run_ranks\ndef body(rank): pass\nrun_ranks(2, body)\n"
-    )
-    paths = os.pathsep.join(path for path in sys.path if path)
-    ended = subprocess.run(
-        [sys.executable, str(script)],
-        env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 1
-    assert "ValueError: the body __main__.body is defined in the script that runs" in ended.stderr
 
 
 # ---- processes ----

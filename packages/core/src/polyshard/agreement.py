@@ -6,6 +6,7 @@ Knows transports and units' numbers; decides nothing itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -25,11 +26,8 @@ def agree_on_order(completed: Sequence[int], num_units: int, transport: Transpor
     communicators = transport.communicators("reduce")
     lane = transport.reduce_lane
     lane.wait(transport.mark_compute())
-    for communicator in reversed(communicators.values()):
-        lane.submit(
-            lambda c=communicator: c.broadcast([message], 0, label=label),  # type: ignore[misc]
-            label=label,
-        )
+    for communicator in reversed(list(communicators.values())):
+        lane.submit(partial(communicator.broadcast, [message], 0, label=label), label=label)
     transport.compute_lane.wait(lane.mark())
     return [index for index in message.tolist() if index >= 0]
 
@@ -43,10 +41,8 @@ def agree_on_reopened(units: Sequence[Unit], transports: Sequence[Transport]) ->
         lane = transport.reduce_lane
         lane.wait(transport.mark_compute())
         for communicator in transport.communicators("reduce").values():
-            lane.submit(
-                lambda c=communicator, m=message: c.all_reduce([m], Op.SUM, label=label),  # type: ignore[misc]
-                label=label,
-            )
+            reduce = partial(communicator.all_reduce, [message], Op.SUM, label=label)
+            lane.submit(reduce, label=label)
         transport.compute_lane.wait(lane.mark())
         reopened = message.cpu()
     return {index for index, seen in enumerate(reopened.tolist()) if seen > 0}

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from .backends import choose_backend
 from .context import FsdpContext, context_of, register_unit, unit_of
-from .errors import BackendError, PlacementError, UnsupportedError
+from .errors import PlacementError, UnsupportedError
 from .group import ParameterGroup
 from .hooks import attach
 from .module import FsdpModule, attach_mixin
@@ -82,9 +82,7 @@ def fully_shard(
     failure: Exception | None = None
     try:
         _refuse_unbuilt(placements, mesh)
-        chosen = choose_backend(
-            backend, device_type=mesh.device_type, use_symm_mem=use_symm_mem
-        )
+        chosen = choose_backend(backend, device_type=mesh.device_type, use_symm_mem=use_symm_mem)
         if not grad_divisor > 0:
             raise ValueError(f"grad_divisor must be positive, got {grad_divisor}.")
         request = _examine(module, mesh, chosen, ignored_params)
@@ -157,9 +155,11 @@ def _attach_mixin(module: nn.Module) -> None:
 
 def _collect_fsdp_contexts(module: nn.Module, contexts: list[FsdpContext]) -> None:
     """Append the contexts of all units in ``module``, each once, in the order of the modules."""
+    known = set(contexts)
     for child in module.modules():
         unit = unit_of(child)
-        if unit is not None and context_of(unit) not in contexts:
+        if unit is not None and context_of(unit) not in known:
+            known.add(context_of(unit))
             contexts.append(context_of(unit))
 
 
@@ -245,7 +245,7 @@ def _examine_parameter(
             f"parameter {path!r} of {module} already belongs to unit {unit.name!r}; tied "
             "parameters must belong to one unit: leave both users to a common ancestor."
         )
-    if isinstance(parameter, UninitializedTensorMixin):
+    if is_lazy(parameter):
         raise UnsupportedError(
             f"parameter {path!r} of {module} is not initialised; run the lazy module once first."
         )
@@ -295,10 +295,9 @@ def _refuse_unbuilt(placements: Placements, mesh: DeviceMesh) -> None:
     triple = (placements.parameter, placements.gradient, placements.optimizer)
     one_axis = len(placements.dp_axes) == mesh.ndim == 1
     sharded = triple == ((Flat(),), (Flat(),), (Flat(),))
-    replicated = (
-        isinstance(placements.gradient[0], Partial)
-        and placements.parameter == placements.optimizer == (Replicate(),)
-    )
+    replicated = isinstance(
+        placements.gradient[0], Partial
+    ) and placements.parameter == placements.optimizer == (Replicate(),)
     if not (one_axis and (sharded or replicated)):
         raise UnsupportedError(
             f"{placements} on a mesh of {mesh.ndim} axes is not built yet; this version trains "
@@ -332,5 +331,3 @@ def _install(unit: Unit, module: nn.Module, owners: list[nn.Module]) -> None:
             parameter.full.data, parameter.full.grad = values, grad
             vars(parameter.full).pop("_polyshard_owner", None)
         raise
-
-

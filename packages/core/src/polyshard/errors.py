@@ -1,4 +1,4 @@
-"""The errors users meet. Knows nothing else; every error derives from RuntimeError or ValueError."""
+"""The errors users meet, all of them RuntimeErrors or ValueErrors. Knows nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class BackendError(RuntimeError):
 
 
 class PlacementError(ValueError):
-    """Placements, mesh or axes that do not fit together; names the axis, what came and what fits."""
+    """Placements, mesh or axes that do not fit together; names the axis, what came, what fits."""
 
 
 class UnsupportedError(RuntimeError):

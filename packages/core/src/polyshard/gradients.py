@@ -56,9 +56,7 @@ class GroupGradients:
         late = [axis for axis in axes if isinstance(placements.gradient[axis], Partial)]
         self._has_late, self._has_inner = bool(late), len(late) < len(grid.sizes)
         self._late_purpose: LaneRole = "outer" if self._has_inner else "reduce"
-        self._late_communicators = (
-            transport.communicators(self._late_purpose, late) if late else {}
-        )
+        self._late_communicators = transport.communicators(self._late_purpose, late) if late else {}
         inner = [axis for axis in axes if axis not in late]
         self._inner_communicators = transport.communicators("reduce", inner) if inner else {}
         # What nothing was reduced over yet: Flat and Replicate axes average, Partial ones say how.
@@ -213,7 +211,8 @@ class GroupGradients:
         """Reduce what was accumulated over the Partial axes, into the final gradient."""
         label = f"{self.label}: reduce gradients over {self._late_purpose} axes"
         source, kept, counts = self._accumulator, self._final, self._counts
-        assert source is not None and counts is not None
+        assert source is not None
+        assert counts is not None
         transport = self.transport
         lane = transport.lane(self._late_purpose)
         if lane is not transport.reduce_lane:
@@ -379,9 +378,7 @@ class GroupGradients:
     def _unreduce(self, kept: DBuffer) -> DBuffer:
         """A final gradient as a contribution: a value whose later reduction gives it back."""
         if kept.num_shards == self.grid.shard(self.placements.gradient)[0]:
-            accumulator = DBuffer(
-                self.layout, self.grid, self.placements.gradient, kept.storage
-            )
+            accumulator = DBuffer(self.layout, self.grid, self.placements.gradient, kept.storage)
             pieces = accumulator.pieces
         else:
             accumulator = self._zeros(self.placements.gradient)
@@ -445,9 +442,7 @@ class GroupGradients:
         buffer.flat.zero_()
         return buffer
 
-    def _allocate(
-        self, placements: Sequence[Placement], dtype: torch.dtype, role: Role
-    ) -> DBuffer:
+    def _allocate(self, placements: Sequence[Placement], dtype: torch.dtype, role: Role) -> DBuffer:
         count, _ = self.grid.shard(placements)
         communicators = [*self._inner_communicators.values(), *self._late_communicators.values()]
         storage = self.transport.allocate(

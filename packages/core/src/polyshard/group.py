@@ -10,7 +10,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from math import prod
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +117,8 @@ class ParameterGroup:
             for index, parameter in enumerate(self.parameters):
                 sharded = self.wrap(self.main.view(index), index, self.placements.optimizer)
                 requires_grad = parameter.full.requires_grad
-                parameter.sharded = nn.Parameter(sharded, requires_grad=requires_grad)
+                shown = nn.Parameter(sharded, requires_grad=requires_grad)
+                parameter.sharded = cast(ShardedTensor, shown)
                 _copy_attributes(parameter.full, parameter.sharded)
                 if self.dtypes.main_grad != self.dtypes.main:
                     parameter.sharded.grad_dtype = self.dtypes.main_grad
@@ -136,9 +139,7 @@ class ParameterGroup:
             name=self.parameters[index].name,
         )
 
-    def _on_mesh(
-        self, index: int, placements: tuple[Placement, ...]
-    ) -> tuple[TorchPlacement, ...]:
+    def _on_mesh(self, index: int, placements: tuple[Placement, ...]) -> tuple[TorchPlacement, ...]:
         """Placements of tensor ``index`` on every axis of the mesh; made once, gradients are
         wrapped at every step."""
         known = self._mesh_placements.get((index, placements))
@@ -193,12 +194,10 @@ class ParameterGroup:
         communicators = self.transport.communicators("reduce")
         lane = self.transport.reduce_lane
         lane.wait(self.transport.mark_compute())
+        label = f"{self.label}: first values"
         for axis in replicated:
-            label = f"{self.label}: first values"
-            communicator, flat = communicators[axis], self.main.flat
-            lane.submit(
-                lambda c=communicator, f=flat, n=label: c.broadcast([f], 0, label=n), label=label
-            )
+            broadcast = partial(communicators[axis].broadcast, [self.main.flat], 0, label=label)
+            lane.submit(broadcast, label=label)
         self.transport.compute_lane.wait(lane.mark())
 
     # -- gathering ----------------------------------------------------------------------------
@@ -385,7 +384,7 @@ class _GradReady:
             group.on_grad(group, self._index, parameter)
 
 
-def _copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
+def _copy_attributes(source: Tensor, target: Tensor) -> None:
     for name, value in vars(source).items():
         if not name.startswith("_polyshard"):
             setattr(target, name, value)

@@ -35,9 +35,7 @@ def attach(unit: Unit, module: nn.Module, owners: Iterable[nn.Module]) -> list[R
         module.register_forward_hook(_PostForward(unit), always_call=True),
     ]
     watch = _WatchOutput(unit)
-    handles += [
-        owner.register_forward_hook(watch) for owner in owners if owner is not module
-    ]
+    handles += [owner.register_forward_hook(watch) for owner in owners if owner is not module]
     return handles
 
 

@@ -7,7 +7,7 @@ Works on lengths in elements. Knows no other segments and does not choose the sh
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import neg
 
@@ -40,7 +40,18 @@ class Queue:
         Returns turns in this queue in the order of their starts, and the starts; None where this
         order of choices found no such placement.
         """
-        return _Attempt(self, shard_numel, slack).run()
+        # Longer than a shard and not made of blocks that divide it: such a tensor fits across one
+        # boundary but not two, so it goes first, while there is a choice of what lies around it.
+        delicate = [
+            turn
+            for turn in self.by_numel[bisect_right(self.sorted_numels, shard_numel) :]
+            if shard_numel % self.blocks[turn]
+        ]
+        for turn in delicate:
+            if self.numels[turn] > 2 * shard_numel - shard_numel % self.blocks[turn]:
+                return None
+        turns = chain(reversed(delicate), range(len(self.numels)))
+        return _Attempt(self, shard_numel, slack).run(turns)
 
 
 class _Attempt:
@@ -56,21 +67,20 @@ class _Attempt:
         self.longer = list(range(1, count + 1))
         self.heads = [head for head, _ in queue.finest]
 
-    def run(self) -> tuple[list[int], list[int]] | None:
+    def run(self, order: Iterable[int]) -> tuple[list[int], list[int]] | None:
         numels, placed = self.queue.numels, self.placed
         turns: list[int] = []
         starts: list[int] = []
         position = 0
         boundary = self.shard_numel
-        for turn in self._turns():
+        for turn in order:
             while not placed[turn]:
                 room = boundary - position
                 chosen = turn
                 if numels[turn] > room:
-                    choice = self._at_boundary(turn, room)
-                    if choice is None or choice[1] > self.slack:
+                    chosen, gap = self._at_boundary(turn, room)
+                    if gap > self.slack:
                         return None
-                    chosen, gap = choice
                     self.slack -= gap
                     position += gap
                 placed[chosen] = 1
@@ -81,31 +91,19 @@ class _Attempt:
                     boundary = (position // self.shard_numel + 1) * self.shard_numel
         return turns, starts
 
-    def _turns(self) -> Iterator[int]:
-        """Tensors that fit across one boundary but not two go first, while there is a choice."""
-        longer_than_shard = bisect_right(self.queue.sorted_numels, self.shard_numel)
-        delicate = [
-            turn
-            for turn in reversed(self.queue.by_numel[longer_than_shard:])
-            if self.shard_numel % self.queue.blocks[turn]
-        ]
-        return chain(delicate, range(len(self.placed)))
-
-    def _at_boundary(self, turn: int, room: int) -> tuple[int, int] | None:
+    def _at_boundary(self, turn: int, room: int) -> tuple[int, int]:
         """Choose what comes next, and the gap before it, where `turn` is longer than `room`.
 
-        `room` is what is left before the boundary. None: `turn` cannot be placed in this segment.
+        `room` is what is left before the boundary.
         """
-        blocks, shard_numel = self.queue.blocks, self.shard_numel
+        blocks = self.queue.blocks
         if not self._may_cross(turn, room):
             shortest = self._shortest_from(room)  # crosses, and leaves `turn` the most room after
             if shortest is None or not self._may_cross(shortest, room):
                 filler = self._longest_within(room)
                 if filler is not None:
                     return filler, 0
-                gap = shard_numel % blocks[turn]  # from the next shard's start, to cross its end
-                fits = self.queue.numels[turn] <= 2 * shard_numel - gap
-                return (turn, room + gap) if fits else None
+                return turn, room + self.shard_numel % blocks[turn]  # crosses the next one's end
             turn = shortest
         gap = room % blocks[turn]
         if gap == 0:

@@ -207,8 +207,9 @@ class _Search:
             if step > longest:
                 break
             lengths.add(-(shortest // -step) * step)
-        # Room for a part of the gaps at worst, which are one element less than a block each.
+        # Or with room for gaps, which at worst are one element less than a block at each boundary.
         gaps = (self.num_shards - 1) * (blocks[0] - 1)
-        lengths.update(shortest - gaps // -(part * self.num_shards) for part in (4, 2, 1))
+        room = min(-(gaps // -self.num_shards), longest - shortest)
+        lengths.update(shortest - room // -part for part in (16, 8, 4, 2, 1))
         lengths = {-(length // -tied) * tied for length in lengths}
-        return sorted(length for length in lengths if length <= longest)
+        return sorted(length for length in lengths if shortest <= length <= longest)

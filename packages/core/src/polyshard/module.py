@@ -28,14 +28,14 @@ class FsdpModule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise UnsupportedError(
-            f"copy.deepcopy of a sharded {type(self).__name__} is not supported yet; build a second "
-            "model, shard it alike, and copy the weights with torch.no_grad()."
+            f"copy.deepcopy of a sharded {type(self).__name__} is not supported yet; build a "
+            "second model, shard it alike, and copy the weights with torch.no_grad()."
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(
-            f"a sharded {type(self).__name__} cannot be pickled: one rank holds only its rows. Save "
-            "`full_state_dict(module)` instead."
+            f"a sharded {type(self).__name__} cannot be pickled: one rank holds only its rows. "
+            "Save `full_state_dict(module)` instead."
         )
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from .errors import UnsupportedError
+from .sharded_tensor import ShardedTensor
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Slot:
     ``holder`` is the module's own dict of parameters: holding it does not keep the module alive.
     """
 
-    holder: dict[str, nn.Parameter | None]
+    holder: dict[str, Any]
     name: str
     path: str
 
@@ -38,7 +40,8 @@ class ManagedParameter:
         self.full = full
         self.slots = tuple(slots)
         self.name = self.slots[0].path
-        self.sharded: nn.Parameter = full
+        #: The face at rest: an nn.Parameter over a ShardedTensor. Set when the group installs it.
+        self.sharded: ShardedTensor
 
     @property
     def shape(self) -> torch.Size:

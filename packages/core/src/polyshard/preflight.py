@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -54,12 +55,12 @@ def agree(
     raise PlacementError(_first_difference(subject, described))
 
 
-def _spread(entries: dict, groups: Sequence[ProcessGroup]) -> dict:  # type: ignore[type-arg]
+def _spread(entries: dict[Any, Any], groups: Sequence[ProcessGroup]) -> dict[Any, Any]:
     """The union of all ranks' entries, axis by axis; of equal keys the lowest value stays."""
     for group in groups:
-        gathered: list[dict | None] = [None] * dist.get_world_size(group)  # type: ignore[type-arg]
+        gathered: list[dict[Any, Any] | None] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, entries, group=group)
-        merged: dict = {}  # type: ignore[type-arg]
+        merged: dict[Any, Any] = {}
         for part in gathered:
             for key, value in (part or {}).items():
                 merged[key] = min(merged[key], value) if key in merged else value

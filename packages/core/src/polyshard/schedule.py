@@ -77,4 +77,3 @@ def reduction_order(
     first = list(dict.fromkeys(completed or ()))
     done = set(first)
     return (*first, *(unit for unit in fallback if unit not in done))
-

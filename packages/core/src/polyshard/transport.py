@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from .spi import (
     Buffer,
@@ -32,10 +33,14 @@ class Transport:
     request, which every rank of the axis makes in the same order, and closed with the last unit.
     """
 
-    _shared: weakref.WeakValueDictionary[object, Transport] = weakref.WeakValueDictionary()
+    _shared: ClassVar[weakref.WeakValueDictionary[object, Transport]] = weakref.WeakValueDictionary()
 
     def __init__(
-        self, backend: CollectiveBackend, mesh: DeviceMesh, axes: tuple[int, ...], device: torch.device
+        self,
+        backend: CollectiveBackend,
+        mesh: DeviceMesh,
+        axes: tuple[int, ...],
+        device: torch.device,
     ) -> None:
         self.backend, self.mesh, self.axes, self.device = backend, mesh, axes, device
         self.sizes = tuple(mesh.size(axis) for axis in axes)
@@ -49,7 +54,11 @@ class Transport:
 
     @classmethod
     def shared(
-        cls, backend: CollectiveBackend, mesh: DeviceMesh, axes: tuple[int, ...], device: torch.device
+        cls,
+        backend: CollectiveBackend,
+        mesh: DeviceMesh,
+        axes: tuple[int, ...],
+        device: torch.device,
     ) -> Transport:
         """The transport of this backend, mesh and axes, made if nothing uses it yet."""
         key = (id(backend), mesh, axes, device)
@@ -88,7 +97,7 @@ class Transport:
         *,
         persistent: bool = False,
     ) -> Buffer:
-        """A buffer for ``uses``; kept for life if asked, or if the backend wants such roles kept."""
+        """A buffer for ``uses``; kept for life if asked, or if the backend keeps such roles."""
         keep = persistent or any(self.keeps(role) for role in uses)
         listed = [Use(communicator, role) for role, many in uses.items() for communicator in many]
         lifetime = Lifetime.PERSISTENT if keep else Lifetime.TRANSIENT

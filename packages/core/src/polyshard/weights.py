@@ -17,9 +17,7 @@ from .unit import Unit
 
 
 @contextmanager
-def unsharded(
-    module: nn.Module, *, recurse: bool = True, writeback: bool = True
-) -> Iterator[None]:
+def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True) -> Iterator[None]:
     """Inside, parameters are the full plain tensors, on every rank.
 
     Args:

@@ -1,0 +1,189 @@
+"""Gloo, watched and disturbed: backends that count memory, note the order of work, or delay it.
+
+Knows the collective interface only; what the core does with it is for the tests to judge.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from polyshard_gloo import GlooBackend
+
+from polyshard.spi import Buffer, Lane, LaneRole, Lifetime, Role, StorageBuffer, Ticket, Use
+
+#: What a TRANSIENT buffer is for, by its first use. The PERSISTENT ones are main weights.
+KINDS = {
+    Role.GATHER_INPUT: "copies",
+    Role.GATHER_OUTPUT: "gathered",
+    Role.REDUCE_INPUT: "reduce input",
+    Role.REDUCE_OUTPUT: "reduce output",
+}
+LONGEST_DELAY_SECONDS = 0.002
+
+Work = Callable[[], None]
+
+
+class Ledger:
+    """Bytes that buffers hold, by kind: now, and the most since ``restart``."""
+
+    def __init__(self) -> None:
+        self.now: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, kind: str, nbytes: int) -> None:
+        with self._lock:
+            self.now[kind] += nbytes
+            self.most[kind] = max(self.most[kind], self.now[kind])
+
+    def restart(self) -> None:
+        """Forget what was held before."""
+        with self._lock:
+            self.most = Counter(self.now)
+
+
+class WatchedGloo(GlooBackend):
+    """Counts what its buffers hold, and notes the labels of submitted work, lane by lane."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+        self.labels: dict[LaneRole, list[str]] = {"gather": [], "reduce": [], "outer": []}
+        self._through = {role: _LaneThrough(self._lanes[role], self._note(role)) for role in self.labels}
+
+    def lane(self, role: LaneRole, device: torch.device) -> Lane:
+        return self._through[role]
+
+    def _note(self, role: LaneRole) -> Callable[[Work, str], Work]:
+        def note(work: Work, label: str) -> Work:
+            self.labels[role].append(label)
+            return work
+
+        return note
+
+    def allocate(
+        self,
+        uses: Sequence[Use],
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        lifetime: Lifetime,
+    ) -> Buffer:
+        kind = "main" if lifetime is Lifetime.PERSISTENT else KINDS[uses[0].role]
+        return _CountedBuffer(self.ledger, kind, numel, dtype, device, lifetime)
+
+
+class RestlessGloo(GlooBackend):
+    """Delays all submitted work by random times, and fills memory that holds nothing with NaN.
+
+    Released memory is not given back but filled as well, so that a read that comes too late, or
+    too early, shows in the numbers.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._through = {
+            role: _LaneThrough(lane, _delay(random.Random(f"{seed} {role}")))
+            for role, lane in self._lanes.items()
+        }
+
+    def lane(self, role: LaneRole, device: torch.device) -> Lane:
+        return self._through[role]
+
+    def allocate(
+        self,
+        uses: Sequence[Use],
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        lifetime: Lifetime,
+    ) -> Buffer:
+        return _PoisonedBuffer(numel, dtype, device, lifetime)
+
+
+class _LaneThrough(Lane):
+    """A lane that changes work on its way to another."""
+
+    def __init__(self, lane: Lane, change: Callable[[Work, str], Work]) -> None:
+        self._lane, self._change = lane, change
+
+    def submit(self, work: Work, *, label: str) -> None:
+        self._lane.submit(self._change(work, label), label=label)
+
+    def mark(self) -> Ticket:
+        return self._lane.mark()
+
+    def wait(self, ticket: Ticket) -> None:
+        self._lane.wait(ticket)
+
+    def synchronize(self, timeout: float) -> None:
+        self._lane.synchronize(timeout)
+
+
+def _delay(generator: random.Random) -> Callable[[Work, str], Work]:
+    def delay(work: Work, _label: str) -> Work:
+        seconds = generator.uniform(0, LONGEST_DELAY_SECONDS)
+
+        def later() -> None:
+            time.sleep(seconds)
+            work()
+
+        return later
+
+    return delay
+
+
+class _CountedBuffer(StorageBuffer):
+    def __init__(
+        self,
+        ledger: Ledger,
+        kind: str,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        lifetime: Lifetime,
+    ) -> None:
+        super().__init__(numel, dtype, device, lifetime)
+        self._ledger, self._kind = ledger, kind
+        self._held = [0]
+        self._count()
+        weakref.finalize(self, _forget, ledger, kind, self._held).atexit = False
+
+    def acquire(self) -> None:
+        super().acquire()
+        self._count()
+
+    def release(self) -> None:
+        super().release()
+        self._count()
+
+    def _count(self) -> None:
+        nbytes = self.tensor.untyped_storage().nbytes()
+        self._ledger.add(self._kind, nbytes - self._held[0])
+        self._held[0] = nbytes
+
+
+def _forget(ledger: Ledger, kind: str, held: list[int]) -> None:
+    ledger.add(kind, -held[0])
+
+
+class _PoisonedBuffer(StorageBuffer):
+    def acquire(self) -> None:
+        super().acquire()
+        self._poison()
+
+    def release(self) -> None:
+        if self.lifetime is Lifetime.PERSISTENT:
+            super().release()
+        elif self.tensor.untyped_storage().nbytes():
+            self._poison()
+
+    def _poison(self) -> None:
+        # Through `.data`, which has a version of its own: autograd is not to notice.
+        self.tensor.data.fill_(float("nan"))
