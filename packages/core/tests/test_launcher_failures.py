@@ -105,10 +105,12 @@ def issue_unmatched_collective(rank: int) -> None:
         dist.all_reduce(torch.ones(1), async_op=True)
 
 
-def start_child_and_hang(rank: int, note: str) -> None:
+def start_child_and_fail(rank: int, note: str, how: str) -> None:
     child = subprocess.Popen(["sleep", "600"])
     Path(note).write_text(str(child.pid))
-    sleep_long()
+    if how == "exit":
+        os._exit(3)
+    raise RuntimeError("failed")
 
 
 def open_shared_memory(rank: int) -> list[str]:
@@ -132,8 +134,8 @@ def runs(pid: int) -> bool:
 
 
 def wait_for(condition: Any) -> None:
-    """Return once ``condition()`` holds; fail where it still does not after a minute."""
-    deadline = time.monotonic() + 60
+    """Return once ``condition()`` holds; fail where it still does not after two minutes."""
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
@@ -288,11 +290,12 @@ def test_zygote_that_dies() -> None:
     assert set(run_ranks(2, pid_of)).isdisjoint(pids)
 
 
-def test_children_of_a_hung_rank_end_with_it(tmp_path: Path) -> None:
-    """What a body started is killed with its rank."""
+@pytest.mark.parametrize("how", ["raise", "exit"])
+def test_children_of_a_failed_rank_end_with_it(tmp_path: Path, how: str) -> None:
+    """What a body started does not outlive its rank, whether that is ended or dies."""
     note = tmp_path / "child"
     with pytest.raises(RankFailure):
-        run_ranks(1, start_child_and_hang, str(note), timeout=2.0)
+        run_ranks(1, start_child_and_fail, str(note), how)
     wait_until_gone([int(note.read_text())])
 
 

@@ -51,6 +51,11 @@ class Staging:
         self._bytes_kept = bytes_kept
         self._memory = torch.empty(0, dtype=torch.uint8)
 
+    @property
+    def bytes_held(self) -> int:
+        """What is kept now."""
+        return self._memory.numel()
+
     def rooms(self, takes: int, numel: int, dtype: torch.dtype) -> tuple[Room, Room]:
         """Rooms for ``takes`` times ``numel`` elements each; those of earlier calls are void."""
         nbytes = takes * (numel * dtype.itemsize + _ALIGNMENT)

@@ -18,7 +18,7 @@ from .context import FsdpContext, context_of, register_unit, unit_of
 from .errors import PlacementError, UnsupportedError
 from .group import ParameterGroup
 from .hooks import attach
-from .module import FsdpModule, attach_mixin
+from .module import FsdpModule, attach_mixin, managed_class
 from .parameter import ManagedParameter, Slot, find_parameters
 from .placements import Flat, Partial, Placements, Replicate, resolve_axes
 from .precision import MixedPrecisionPolicy
@@ -223,6 +223,7 @@ def _examine(
             f"{type(module).__name__} has no forward, so nothing would gather its parameters; "
             "give fully_shard its children, or the module that calls them."
         )
+    managed_class(type(module))
     named = list(_own_modules(module))
     found = find_parameters(named, frozenset(id(parameter) for parameter in ignored_params))
     device_type = mesh.device_type

@@ -7,23 +7,23 @@ A contribution (one backward's gradients of this rank) passes through at most tw
 - packed into ``input`` and reduced over the axes whose gradient placement is not Partial;
 - accumulated until the last microbatch, then reduced over the Partial axes ("late").
 
-What was accumulated lives exactly as long as the ``.grad`` tensors that show it: the group holds
-it weakly, so ``zero_grad(set_to_none=True)`` frees it at once and nothing stale can come back.
+What was accumulated is held strongly only while a backward runs; between backwards it belongs to
+``.grad`` (accumulated.py).
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
+from .accumulated import AccumulatedGradients, as_contribution
 from .buffer import DBuffer, ShardGrid
 from .layout import GlobalLayout
 from .parameter import ManagedParameter
-from .placements import Flat, Partial, Placement, Placements
+from .placements import Partial, Placement, Placements
 from .precision import GroupDtypes
 from .sharded_tensor import ShardedTensor
 from .spi import Communicator, LaneRole, Role, Ticket
@@ -74,9 +74,7 @@ class GroupGradients:
         self._target: DBuffer | None = None  # what the current contribution is packed into
         self._overwrite = True  # its regions hold nothing yet
 
-        self._shown: list[weakref.ref[ShardedTensor] | None] = [None] * len(parameters)
-        self._kept: weakref.ref[DBuffer] | None = None  # what the shown gradients are views of
-        self._kept_is_final = True
+        self._accumulated = AccumulatedGradients(parameters)
         self._accumulator: DBuffer | None = None  # strong only while a backward runs
         self._final: DBuffer | None = None  # likewise
         self._adopted = False  # whether this backward has looked at .grad already
@@ -86,8 +84,8 @@ class GroupGradients:
         self._in_flight: list[DBuffer] = []
 
     def install(self, show: Callable[[Tensor, int, Sequence[Placement]], ShardedTensor]) -> None:
-        """How to show rows of a buffer: a bound method, held weakly to close no cycle."""
-        self._show = weakref.WeakMethod(show)
+        """How to show rows of a buffer as a sharded tensor: a bound method."""
+        self._accumulated.install(show)
 
     # -- contributions arrive -------------------------------------------------------------------
 
@@ -164,6 +162,29 @@ class GroupGradients:
             self._accumulator.storage.acquire()
         self._target = self._accumulator
 
+    def _adopt(self, final: bool) -> None:
+        """Once per backward: go on from what ``.grad`` holds now."""
+        if self._adopted:
+            return
+        self._adopted = True
+        kept = self._accumulated.take(
+            self.expected, final_placements=self.placements.optimizer, zeros=self._zeros
+        )
+        if kept is None:
+            self._used.clear()
+            self._counts = None
+            return
+        self._used.difference_update(kept.cleared)
+        if self._counts is not None:
+            self._counts[list(kept.cleared)] = 0
+        if not kept.is_final:
+            self._accumulator = kept.buffer
+        elif final or not self._has_late:
+            self._final = kept.buffer
+        else:
+            gradient = tuple(self.placements.gradient)
+            self._accumulator = as_contribution(kept.buffer, gradient, self._zeros)
+
     # -- and are reduced ------------------------------------------------------------------------
 
     def reduce(self, *, final: bool) -> None:
@@ -210,30 +231,31 @@ class GroupGradients:
     def _reduce_late(self) -> None:
         """Reduce what was accumulated over the Partial axes, into the final gradient."""
         label = f"{self.label}: reduce gradients over {self._late_purpose} axes"
-        source, kept, counts = self._accumulator, self._final, self._counts
-        assert source is not None
+        accumulator, kept, counts = self._accumulator, self._final, self._counts
+        assert accumulator is not None
         assert counts is not None
         transport = self.transport
         lane = transport.lane(self._late_purpose)
         if lane is not transport.reduce_lane:
             lane.wait(transport.reduce_lane.mark())
-        if source.dtype != self.dtypes.grad_comm:
+        source = accumulator
+        if accumulator.dtype != self.dtypes.grad_comm:
             staged = self._allocate(
                 self.placements.gradient, self.dtypes.grad_comm, Role.REDUCE_INPUT
             )
-            accumulated = source
 
             def stage() -> None:
                 staged.storage.acquire()
-                staged.flat.copy_(accumulated.flat)
+                staged.flat.copy_(accumulator.flat)
 
             lane.submit(stage, label=label)
             source = staged
-        same_split = source.num_shards == self.grid.shard(self.placements.optimizer)[0]
+        same_split = accumulator.num_shards == self.grid.shard(self.placements.optimizer)[0]
         fresh = kept is None
-        if kept is None and same_split and source.dtype == self.dtypes.main_grad:
-            # Reduced in place: the accumulator becomes the final gradient.
-            kept = DBuffer(self.layout, self.grid, self.placements.optimizer, source.storage)
+        if kept is None and same_split:
+            # The accumulator becomes the final gradient: reduced in place, or overwritten with
+            # what was staged and reduced. The gradients are not held twice.
+            kept = DBuffer(self.layout, self.grid, self.placements.optimizer, accumulator.storage)
         elif kept is None:
             kept = self._allocate(
                 self.placements.optimizer, self.dtypes.main_grad, Role.REDUCE_OUTPUT
@@ -243,10 +265,9 @@ class GroupGradients:
         self._submit(
             source, kept, self._late_communicators, self._late_purpose, fresh, label, counts
         )
-        assert self._accumulator is not None
-        if source is not self._accumulator:
+        if source is not accumulator:
             lane.submit(source.storage.release, label=label)
-        self._in_flight.append(self._accumulator)
+        self._in_flight.append(accumulator)
         self._accumulator = None
 
     def _submit(
@@ -295,19 +316,8 @@ class GroupGradients:
             used.update(index for index in missed if seen[index] > 0)
         if kept is not None:
             placements = self.placements.optimizer if is_final else self.placements.gradient
-            for index in sorted(used & self.expected):
-                reference = self._shown[index]
-                shown = None if reference is None else reference()
-                sharded = self.parameters[index].sharded
-                if shown is not None and sharded.grad is shown and shown._owner is kept:
-                    continue
-                show = self._show()
-                assert show is not None
-                shown = show(kept.view(index), index, placements)
-                shown._owner = kept
-                sharded.grad = shown
-                self._shown[index] = weakref.ref(shown)
-            self._kept, self._kept_is_final = weakref.ref(kept), is_final
+            shown = used & self.expected
+            self._accumulated.show(kept, shown, placements=placements, is_final=is_final)
         self._close(final)
 
     def _close(self, final: bool) -> None:
@@ -334,76 +344,6 @@ class GroupGradients:
             self._input_ticket = None
         if self._input is not None and not self.transport.keeps(Role.REDUCE_INPUT):
             self._input.storage.release()
-
-    # -- what the user did to .grad in between --------------------------------------------------
-
-    def _adopt(self, final: bool) -> None:
-        """Once per backward: take up what ``.grad`` holds now, whoever put it there."""
-        if self._adopted:
-            return
-        self._adopted = True
-        kept = None if self._kept is None else self._kept()
-        is_final = self._kept_is_final
-        foreign: list[int] = []
-        cleared: list[int] = []
-        for index in self.expected:
-            grad = self.parameters[index].sharded.grad
-            reference = self._shown[index]
-            if grad is None:
-                cleared.append(index)
-            elif kept is None or reference is None or reference() is not grad:
-                foreign.append(index)
-        if len(cleared) == len(self.expected) and (is_final or kept is None):
-            self._used.clear()
-            self._counts = None
-            return
-        if kept is None:
-            kept, is_final = self._zeros(self.placements.optimizer), True
-        for index in cleared:
-            kept.view(index).zero_()
-            self._used.discard(index)
-            if self._counts is not None:
-                self._counts[index] = 0
-        for index in foreign:
-            grad = self.parameters[index].sharded.grad
-            assert isinstance(grad, ShardedTensor)
-            kept.view(index).copy_(grad.to_local())
-        if not is_final:
-            self._accumulator = kept
-        elif final or not self._has_late:
-            self._final = kept
-        else:
-            self._accumulator = self._unreduce(kept)
-
-    def _unreduce(self, kept: DBuffer) -> DBuffer:
-        """A final gradient as a contribution: a value whose later reduction gives it back."""
-        if kept.num_shards == self.grid.shard(self.placements.gradient)[0]:
-            accumulator = DBuffer(self.layout, self.grid, self.placements.gradient, kept.storage)
-            pieces = accumulator.pieces
-        else:
-            accumulator = self._zeros(self.placements.gradient)
-            pieces = accumulator.pieces
-            for axis in self.grid.split_axes(self.placements.optimizer):
-                if isinstance(self.placements.gradient[axis], Partial):
-                    size, coordinate = self.grid.sizes[axis], self.grid.coordinates[axis]
-                    pieces = tuple(
-                        piece.view(size, -1)[coordinate] if piece.numel() else piece
-                        for piece in pieces
-                    )
-            for piece, value in zip(pieces, kept.pieces, strict=True):
-                piece.copy_(value)
-        factor = 1.0
-        for axis, placement in enumerate(self.placements.gradient):
-            if not isinstance(placement, Partial):
-                continue
-            split = isinstance(self.placements.optimizer[axis], Flat)
-            if placement.reduce_op == "avg" and split:
-                factor *= self.grid.sizes[axis]
-            elif placement.reduce_op == "sum" and not split and self.grid.coordinates[axis] > 0:
-                factor = 0.0
-        if factor != 1.0:
-            accumulator.flat.mul_(factor)
-        return accumulator
 
     # -- helpers --------------------------------------------------------------------------------
 

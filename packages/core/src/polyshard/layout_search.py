@@ -16,15 +16,16 @@ from typing import NamedTuple
 from .layout_fill import Queue
 
 # Bounds on time. They can cost a segment more on unusual inputs, never one of the rules.
-NEAR_SPLITS = 8  # ways to split that are tried one by one; further ones lie eight times apart
-JOIN_ATTEMPTS = 64  # how often families with a segment of their own try to join another
+NEAR_SPLITS = 8  # how many of the families with the longest tensors may leave the pool one by one
+EFFORT = 100_000  # how much to try beyond the first solution: tensors, and a share for each try
+EFFORT_PER_TRY = 100
 
 
 class Family(NamedTuple):
     """The tensors that are cut into blocks of one length."""
 
     block: int
-    tensors: range  # longest first
+    places: range  # in the search's order, which puts the longest first
     numel: int
     longest: int
     blocks: int  # a tensor's last block may be short and counts as one
@@ -52,7 +53,7 @@ def pack(numels: Sequence[int], blocks: Sequence[int], num_shards: int) -> list[
     # Sorts are stable: of equal tensors the first stays first, whatever lies between them.
     order = sorted(range(len(numels)), key=numels.__getitem__, reverse=True)
     order.sort(key=blocks.__getitem__, reverse=True)
-    search = _Search([numels[tensor] for tensor in order], num_shards)
+    search = _Search(order, [numels[tensor] for tensor in order], num_shards)
     families = search.families(Counter(blocks))
     total = sum(numels)
     ceiling = -total
@@ -67,20 +68,17 @@ def pack(numels: Sequence[int], blocks: Sequence[int], num_shards: int) -> list[
         assert limit < ceiling, "a family alone never pads more than its tensors one by one"
         percent *= 2
     # Coarse blocks first: what follows them starts at multiples of long rows.
-    packings.sort(key=lambda packing: -packing.families[0].block)
-    return [
-        packing._replace(tensors=[order[place] for place in packing.tensors])
-        for packing in packings
-    ]
+    return sorted(packings, key=lambda packing: -packing.families[0].block)
 
 
 class _Search:
     """Looks for few segments whose padding together stays within a limit.
 
-    Knows tensors by their place in an order that puts coarse blocks first, long tensors next.
+    Families and lengths go by places in `order`: coarse blocks first, longest tensors next.
     """
 
-    def __init__(self, numels: Sequence[int], num_shards: int) -> None:
+    def __init__(self, order: Sequence[int], numels: Sequence[int], num_shards: int) -> None:
+        self.order = order
         self.numels = numels
         self.num_shards = num_shards
 
@@ -89,14 +87,14 @@ class _Search:
         families = []
         first = 0
         for block in sorted(sizes, reverse=True):
-            tensors = range(first, first + sizes[block])
+            places = range(first, first + sizes[block])
             numel = blocks = 0
-            for tensor in tensors:
-                numel += self.numels[tensor]
-                blocks -= self.numels[tensor] // -block
+            for place in places:
+                numel += self.numels[place]
+                blocks -= self.numels[place] // -block
             padding = -(blocks // -self.num_shards) * self.num_shards * block - numel
-            families.append(Family(block, tensors, numel, self.numels[first], blocks, padding))
-            first = tensors.stop
+            families.append(Family(block, places, numel, self.numels[first], blocks, padding))
+            first = places.stop
         families.sort(key=attrgetter("longest"), reverse=True)
         return families
 
@@ -121,7 +119,7 @@ class _Search:
         Families with the longest tensors leave the pool first: a tensor that spans two boundaries
         ties the shard length to its block, a shorter one does not.
         """
-        points = {*range(NEAR_SPLITS), *(8**power for power in range(2, 8))}
+        points = set(range(min(NEAR_SPLITS, 1 + EFFORT // len(self.numels))))
         rest = sum(map(attrgetter("numel"), families))
         for point, family in enumerate(families):
             if family.longest * self.num_shards <= rest:  # no tensor of this pool exceeds a shard
@@ -131,22 +129,26 @@ class _Search:
         for point in sorted(points):
             if point < len(families):
                 yield families[:point], families[point:]
-        # A family with many blocks on every shard loses little by being apart.
-        many = 100 * self.num_shards
+        # What pads little by itself may be apart, whatever the length of its tensors.
         yield (
-            [family for family in families if family.blocks >= many],
-            [family for family in families if family.blocks < many],
+            [family for family in families if family.padding * 100 <= family.numel],
+            [family for family in families if family.padding * 100 > family.numel],
         )
         yield families, []
 
     def _join(self, packings: list[Packing], apart: Sequence[Family], spare: int) -> list[Packing]:
         """Let each family of `apart` join a segment if `spare` allows it, or have its own."""
-        attempts = 0
+        effort = EFFORT
         for family in apart:
             spare += family.padding
             joined = None
-            for place, host in enumerate(packings[: JOIN_ATTEMPTS - attempts]):
-                attempts += 1
+            for place, host in enumerate(packings):
+                if effort < EFFORT_PER_TRY:
+                    break
+                cost = EFFORT_PER_TRY + len(host.tensors) + len(family.places)
+                if cost > effort:
+                    continue
+                effort -= cost
                 joined = self._together([*host.families, family], spare + host.padding)
                 if joined is not None:
                     packings[place] = joined
@@ -160,10 +162,11 @@ class _Search:
     def _alone(self, family: Family) -> Packing:
         """Give a family a segment of its own: whole blocks in a row, as many on every shard."""
         starts = [0]
-        for tensor in family.tensors[:-1]:
-            starts.append(starts[-1] - self.numels[tensor] // -family.block * family.block)
+        for place in family.places[:-1]:
+            starts.append(starts[-1] - self.numels[place] // -family.block * family.block)
         shard_numel = -(family.blocks // -self.num_shards) * family.block
-        return Packing((family,), shard_numel, family.padding, family.tensors, starts)
+        tensors = self.order[family.places.start : family.places.stop]
+        return Packing((family,), shard_numel, family.padding, tensors, starts)
 
     def _together(self, families: Sequence[Family], spare: int) -> Packing | None:
         """Put `families` into one segment with as little padding as is found, at most `spare`."""
@@ -174,19 +177,18 @@ class _Search:
         if not shard_numels:
             return None
         families = sorted(families, key=attrgetter("block"), reverse=True)
-        tensors = [tensor for family in families for tensor in family.tensors]
+        places = [place for family in families for place in family.places]
         queue = Queue(
-            [self.numels[tensor] for tensor in tensors],
-            [family.block for family in families for _ in family.tensors],
+            [self.numels[place] for place in places],
+            [family.block for family in families for _ in family.places],
         )
         for shard_numel in shard_numels:
             padding = shard_numel * self.num_shards - numel
             placed = queue.fill(shard_numel, padding)
             if placed is not None:
                 turns, starts = placed
-                return Packing(
-                    families, shard_numel, padding, [tensors[turn] for turn in turns], starts
-                )
+                tensors = [self.order[places[turn]] for turn in turns]
+                return Packing(families, shard_numel, padding, tensors, starts)
         return None
 
     def _shard_numels(self, families: Sequence[Family], shortest: int, longest: int) -> list[int]:

@@ -42,18 +42,31 @@ class FsdpModule:
 _classes: dict[type, type] = {}
 
 
-def attach_mixin(module: nn.Module) -> type:
-    """Give ``module`` a class that is both FsdpModule and its own; returns the old class."""
-    original = type(module)
+def managed_class(original: type) -> type:
+    """The class that is both FsdpModule and ``original``; made once.
+
+    Raises:
+        UnsupportedError: ``original`` cannot be subclassed.
+    """
     if original not in _classes:
-        _classes[original] = new_class(
-            original.__name__,
-            (FsdpModule, original),
-            exec_body=lambda namespace: namespace.update(
-                __module__=original.__module__,
-                __qualname__=original.__qualname__,
-                __doc__=original.__doc__,
-            ),
-        )
-    module.__class__ = _classes[original]
-    return original
+        try:
+            _classes[original] = new_class(
+                original.__name__,
+                (FsdpModule, original),
+                exec_body=lambda namespace: namespace.update(
+                    __module__=original.__module__,
+                    __qualname__=original.__qualname__,
+                    __doc__=original.__doc__,
+                ),
+            )
+        except Exception as error:
+            raise UnsupportedError(
+                f"{original.__qualname__} cannot be subclassed, and fully_shard makes a subclass "
+                f"of its module's class: {error}. Give fully_shard a module that contains it."
+            ) from error
+    return _classes[original]
+
+
+def attach_mixin(module: nn.Module) -> None:
+    """Give ``module`` a class that is both FsdpModule and its own."""
+    module.__class__ = managed_class(type(module))

@@ -33,7 +33,7 @@ class Transport:
     request, which every rank of the axis makes in the same order, and closed with the last unit.
     """
 
-    _shared: ClassVar[weakref.WeakValueDictionary[object, Transport]] = weakref.WeakValueDictionary()
+    _all: ClassVar[weakref.WeakValueDictionary[object, Transport]] = weakref.WeakValueDictionary()
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class Transport:
     ) -> Transport:
         """The transport of this backend, mesh and axes, made if nothing uses it yet."""
         key = (id(backend), mesh, axes, device)
-        transport = cls._shared.get(key)
+        transport = cls._all.get(key)
         if transport is None:
             transport = cls(backend, mesh, axes, device)
-            cls._shared[key] = transport
+            cls._all[key] = transport
         return transport
 
     def communicators(

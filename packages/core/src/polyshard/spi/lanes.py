@@ -36,7 +36,7 @@ class LaneFailure:
 
     def record(self, label: str, cause: BaseException) -> None:
         """Keep the first failure; later ones are its consequences."""
-        _drop_locals(cause)
+        _put_traceback_into_words(cause)
         message = str(cause)
         if not message.startswith(label):
             message = f"{label} failed: {type(cause).__name__}: {message}"
@@ -50,19 +50,19 @@ class LaneFailure:
             raise BackendError(self._message) from self._cause
 
 
-def _drop_locals(error: BaseException) -> None:
-    """Clear the frames that an error and its causes passed through; their lines stay.
+def _put_traceback_into_words(error: BaseException) -> None:
+    """Keep where the error and its causes came from as a note, and let go of their frames.
 
-    The locals hold buffers, and a failure outlives the models they belong to.
+    Frames hold the buffers that the work used, and a failure outlives their models.
     """
-    seen: set[int] = set()
+    lines = traceback.format_exception(error)
     chain: list[BaseException | None] = [error]
     while chain:
         link = chain.pop()
-        if link is not None and id(link) not in seen:
-            seen.add(id(link))
-            traceback.clear_frames(link.__traceback__)
+        if link is not None and link.__traceback__ is not None:
+            link.__traceback__ = None
             chain += [link.__cause__, link.__context__]
+    error.add_note("".join(["The work of the lane failed here:\n", *lines]))
 
 
 class Lane(ABC):

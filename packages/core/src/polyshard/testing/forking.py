@@ -175,11 +175,19 @@ def _become_worker(
 
 
 def _reap() -> list[Exit]:
-    """The workers that ended since the last call."""
+    """The workers that ended since the last call; what they had started ends with them."""
     ended: list[Exit] = []
     while True:
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            wanted = -1
+            if hasattr(os, "waitid"):  # macOS has it from Python 3.13
+                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if found is None:
+                    return ended
+                # Before it is reaped: until then the number, also its group's, is surely its own.
+                wanted = found.si_pid
+                _signal_worker(wanted, signal.SIGKILL)
+            pid, status = os.waitpid(wanted, os.WNOHANG)
         except ChildProcessError:
             return ended
         if pid == 0:

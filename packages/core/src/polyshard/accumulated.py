@@ -1,0 +1,137 @@
+"""What ``.grad`` shows of one group between backwards, and what the user made of it since.
+
+Knows buffers and the faces of parameters; knows no lanes and starts no collectives.
+
+What was accumulated lives exactly as long as the ``.grad`` tensors that show it: it is held weakly
+here, so ``zero_grad(set_to_none=True)`` frees it at once and nothing stale can come back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .buffer import DBuffer, narrow
+from .errors import UnsupportedError
+from .parameter import ManagedParameter
+from .placements import Flat, Partial, Placement
+from .sharded_tensor import ShardedTensor
+
+Zeros = Callable[[Sequence[Placement]], DBuffer]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Gradients that were accumulated, and the parameters whose ``.grad`` was cleared since."""
+
+    buffer: DBuffer
+    is_final: bool  # reduced over every axis; else a contribution, Partial on some
+    cleared: tuple[int, ...]
+
+
+class AccumulatedGradients:
+    """The buffer behind the ``.grad`` tensors of a group."""
+
+    def __init__(self, parameters: Sequence[ManagedParameter]) -> None:
+        self._parameters = parameters
+        self._shown: list[weakref.ref[ShardedTensor] | None] = [None] * len(parameters)
+        self._kept: weakref.ref[DBuffer] | None = None
+        self._is_final = True
+
+    def install(self, show: Callable[[Tensor, int, Sequence[Placement]], ShardedTensor]) -> None:
+        """How to show rows of a buffer: a bound method, held weakly to close no cycle."""
+        self._show = weakref.WeakMethod(show)
+
+    def take(
+        self, expected: Collection[int], *, final_placements: Sequence[Placement], zeros: Zeros
+    ) -> Kept | None:
+        """What ``.grad`` holds now, whoever put it there; None if there is nothing.
+
+        Args:
+            expected: the parameters that are to have gradients.
+            final_placements: of finished gradients.
+            zeros: makes a buffer for gradients that the user supplied.
+        """
+        kept = None if self._kept is None else self._kept()
+        is_final = self._is_final
+        foreign, cleared = [], []
+        for index in expected:
+            grad = self._parameters[index].sharded.grad
+            shown = self._shown[index]
+            if grad is None:
+                cleared.append(index)
+            elif kept is None or shown is None or shown() is not grad:
+                foreign.append((index, grad))
+        if len(cleared) == len(expected) and (is_final or kept is None):
+            return None
+        if kept is None:
+            kept, is_final = zeros(final_placements), True
+        for index in cleared:
+            kept.view(index).zero_()
+        for index, grad in foreign:
+            rows = kept.view(index)
+            if not isinstance(grad, ShardedTensor) or grad.to_local().shape != rows.shape:
+                raise UnsupportedError(
+                    f"the .grad given to {self._parameters[index].name!r} does not lie like its "
+                    "weight; give it a ShardedTensor made from the parameter or from its gradient."
+                )
+            rows.copy_(grad.to_local())
+        return Kept(kept, is_final, tuple(cleared))
+
+    def show(
+        self,
+        buffer: DBuffer,
+        used: Collection[int],
+        *,
+        placements: Sequence[Placement],
+        is_final: bool,
+    ) -> None:
+        """Make ``.grad`` of the parameters ``used`` show ``buffer``; those that do stay."""
+        for index in sorted(used):
+            reference = self._shown[index]
+            shown = None if reference is None else reference()
+            sharded = self._parameters[index].sharded
+            if shown is not None and sharded.grad is shown and shown._owner is buffer:
+                continue
+            make = self._show()
+            assert make is not None
+            shown = make(buffer.view(index), index, placements)
+            shown._owner = buffer
+            sharded.grad = shown
+            self._shown[index] = weakref.ref(shown)
+        self._kept, self._is_final = weakref.ref(buffer), is_final
+
+
+def as_contribution(buffer: DBuffer, gradient: tuple[Placement, ...], zeros: Zeros) -> DBuffer:
+    """A finished gradient as a contribution: what its later reduction turns into it again.
+
+    Args:
+        buffer: a finished gradient; used up where it is as long as the result.
+        gradient: placements to return it in, Partial on the axes that are still to be reduced.
+    """
+    grid, layout, optimizer = buffer.grid, buffer.layout, buffer.placements
+    if buffer.num_shards == grid.shard(gradient)[0]:
+        contribution = DBuffer(layout, grid, gradient, buffer.storage)
+    else:
+        contribution = zeros(gradient)
+        pieces = contribution.pieces
+        for axis in grid.split_axes(optimizer):
+            if isinstance(gradient[axis], Partial):
+                pieces = narrow(pieces, grid.sizes[axis], grid.coordinates[axis])
+        for piece, value in zip(pieces, buffer.pieces, strict=True):
+            piece.copy_(value)
+    factor = 1.0
+    for axis, placement in enumerate(gradient):
+        if not isinstance(placement, Partial):
+            continue
+        split = isinstance(optimizer[axis], Flat)
+        if placement.reduce_op == "avg" and split:
+            factor *= grid.sizes[axis]  # one rank alone contributes each element
+        elif placement.reduce_op == "sum" and not split and grid.coordinates[axis] > 0:
+            factor = 0.0  # every rank has it, and one of them contributes
+    if factor != 1.0:
+        contribution.flat.mul_(factor)
+    return contribution

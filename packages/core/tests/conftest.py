@@ -1,0 +1,38 @@
+"""A world of one rank for the tests of units; no backend package is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from one_rank import STRATEGIES, OneRank
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from polyshard.testing.loopback import LoopbackBackend
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """One axis of one rank, in process groups of the module's own."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(params=STRATEGIES)
+def world(request: pytest.FixtureRequest, mesh: DeviceMesh) -> OneRank:
+    """One rank under each strategy."""
+    return OneRank(mesh, request.param, LoopbackBackend())
+
+
+@pytest.fixture
+def zero3(mesh: DeviceMesh) -> OneRank:
+    """One rank that gathers what it needs."""
+    return OneRank(mesh, "zero3", LoopbackBackend())
+
+
+@pytest.fixture
+def ddp(mesh: DeviceMesh) -> OneRank:
+    """One rank that keeps everything."""
+    return OneRank(mesh, "ddp", LoopbackBackend())
