@@ -6,6 +6,7 @@ The yardstick is always the same model trained plainly. No backend package is ne
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from polyshard import Placements, fully_shard
 from polyshard.context import unit_of
 from polyshard.group import ParameterGroup
-from polyshard.spi import CollectiveBackend
+from polyshard.spi import Buffer, CollectiveBackend, HostLane, LaneFailure
+from polyshard.testing.loopback import LoopbackBackend
 from polyshard.unit import Unit
 
 STRATEGIES = {"zero3": Placements.zero3("dp"), "ddp": Placements.ddp("dp")}
@@ -170,3 +172,48 @@ def backward_each(losses: Sequence[Tensor]) -> None:
     """One backward after the other."""
     for loss in losses:
         loss.backward()
+
+
+class SpyLane(HostLane):
+    """Notes the labels of what was submitted."""
+
+    def __init__(self, labels: list[str], failure: LaneFailure) -> None:
+        super().__init__(failure)
+        self._labels = labels
+
+    def submit(self, work: Callable[[], None], *, label: str) -> None:
+        self._labels.append(label)
+        super().submit(work, label=label)
+
+
+class SpyBackend(LoopbackBackend):
+    """Notes what lanes are asked to do, and which buffers hold memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels: list[str] = []
+        self._buffers: list[weakref.ref[Buffer]] = []
+        failure = LaneFailure()
+        self._compute_lane = HostLane(failure)
+        self._lanes = {role: SpyLane(self.labels, failure) for role in self._lanes}
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Buffer:
+        buffer = super().allocate(*args, **kwargs)
+        self._buffers.append(weakref.ref(buffer))
+        return buffer
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that buffers hold now, those that share memory counted once."""
+        storages = {
+            buffer.tensor.untyped_storage()._cdata: buffer.tensor.untyped_storage().nbytes()
+            for reference in self._buffers
+            if (buffer := reference()) is not None
+        }
+        return sum(storages.values())
+
+    def gathers(self) -> list[str]:
+        """The units whose gathers were submitted since this was last asked, in order."""
+        gathered = [label.partition(" (")[0] for label in self.labels if ": gather for " in label]
+        self.labels.clear()
+        return gathered

@@ -100,6 +100,47 @@ def plan_steps(
     return tuple(steps)
 
 
+class Spread:
+    """How the tensors of a layout lie on this rank under some placements.
+
+    Shared by all buffers so placed: gradients get a new buffer in every step, and nothing here
+    changes from one to the next.
+    """
+
+    def __init__(
+        self, layout: GlobalLayout, grid: ShardGrid, placements: Sequence[Placement]
+    ) -> None:
+        self.layout, self.grid, self.placements = layout, grid, tuple(placements)
+        self.num_shards, self.shard_index = count, index = grid.shard(self.placements)
+        self.numel = layout.local_numel(num_shards=count)
+        self.piece_numels = [segment.numel // count for segment in layout.segments]
+        self.rows: list[tuple[int, int]] = []
+        self.regions: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
+        for tensor, whole in enumerate(layout.shapes):
+            start, stop = rows = layout.local_range(index, tensor, num_shards=count)
+            shape = tuple(whole) if count == 1 else (stop - start, *whole[1:])
+            strides = tuple(max(1, prod(shape[dim + 1 :])) for dim in range(len(shape)))
+            offset = layout.local_offset(index, tensor, num_shards=count)
+            self.rows.append(rows)
+            self.regions.append((shape, strides, offset))
+
+
+class Spreads:
+    """The spreads of one layout and grid, by placements."""
+
+    def __init__(self, layout: GlobalLayout, grid: ShardGrid) -> None:
+        self.layout, self.grid = layout, grid
+        self._known: dict[tuple[Placement, ...], Spread] = {}
+
+    def of(self, placements: Sequence[Placement]) -> Spread:
+        """The spread under ``placements``; made once."""
+        key = tuple(placements)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = Spread(self.layout, self.grid, key)
+        return known
+
+
 class DBuffer:
     """One rank's part of a flat buffer: a layout, a placement per dp axis, and storage.
 
@@ -113,10 +154,20 @@ class DBuffer:
         placements: Sequence[Placement],
         storage: Buffer,
     ) -> None:
-        self.layout, self.grid, self.storage = layout, grid, storage
-        self.placements = tuple(placements)
-        self.num_shards, self.shard_index = grid.shard(placements)
-        assert storage.tensor.numel() == layout.local_numel(num_shards=self.num_shards)
+        self._lay(Spread(layout, grid, placements), storage)
+
+    @classmethod
+    def over(cls, spread: Spread, storage: Buffer) -> DBuffer:
+        """A buffer that shares what depends on its placements only."""
+        buffer = cls.__new__(cls)
+        buffer._lay(spread, storage)
+        return buffer
+
+    def _lay(self, spread: Spread, storage: Buffer) -> None:
+        assert storage.tensor.numel() == spread.numel
+        self.spread, self.storage = spread, storage
+        self.layout, self.grid, self.placements = spread.layout, spread.grid, spread.placements
+        self.num_shards, self.shard_index = spread.num_shards, spread.shard_index
 
     @property
     def flat(self) -> Tensor:
@@ -131,24 +182,21 @@ class DBuffer:
     def pieces(self) -> tuple[Tensor, ...]:
         """This rank's run of each segment. First asked for while the storage has its memory:
         PyTorch makes no views of storage that has none."""
-        lengths = [segment.numel // self.num_shards for segment in self.layout.segments]
+        lengths = self.spread.piece_numels
+        if len(lengths) == 1:
+            return (self.flat,)
         return torch.split(self.flat, lengths) if lengths else ()
 
     def rows(self, index: int) -> tuple[int, int]:
         """Rows [start, stop) of tensor ``index`` that lie here."""
-        return self.layout.local_range(self.shard_index, index, num_shards=self.num_shards)
+        return self.spread.rows[index]
 
     def view(self, index: int) -> Tensor:
         """This rank's rows of tensor ``index``, shape (rows, *rest), sharing the storage.
 
         Unsplit buffers give the tensor in its own shape; split 0-D tensors have one row.
         """
-        shape = tuple(self.layout.shapes[index])
-        if self.num_shards > 1:
-            start, stop = self.rows(index)
-            shape = (stop - start, *shape[1:])
-        offset = self.layout.local_offset(self.shard_index, index, num_shards=self.num_shards)
-        return self.flat[offset : offset + prod(shape)].view(shape)
+        return self.flat.as_strided(*self.spread.regions[index])
 
     def redistribute(
         self,

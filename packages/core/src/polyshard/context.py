@@ -49,6 +49,7 @@ class FsdpContext:
         self.sequence = 0  # of the latest forward, over all contexts
         self.latest_forward = ForwardPass(is_last=True)
         self.backward: BackwardPass | None = None
+        self._task = -1  # the graph task in which a hook of this context ran last
         self._root: Unit | None = None  # of the forward that runs
         self._forward_order = _Order([0])
         self._backward_order: _Order | None = None
@@ -180,7 +181,12 @@ class FsdpContext:
 
     def enter_backward(self, forward_pass: ForwardPass) -> None:
         """Some hook of this context runs inside a backward, whose end is to be noticed."""
+        task = current_graph_task()
+        if self.backward is not None and task == self._task:
+            self.backward.final = self.backward.final or forward_pass.is_last
+            return
         _drop_failed_backward()
+        self._task = task
         if self.backward is None:
             units = self.units
             order = self._reduction_order or reduction_order(len(units), None)

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from .accumulated import AccumulatedGradients, as_contribution
-from .buffer import DBuffer, ShardGrid
-from .layout import GlobalLayout
+from .buffer import DBuffer, Spreads
 from .parameter import ManagedParameter
 from .placements import Partial, Placement, Placements
 from .precision import GroupDtypes
@@ -41,14 +40,14 @@ class GroupGradients:
         label: str,
         parameters: Sequence[ManagedParameter],
         transport: Transport,
-        layout: GlobalLayout,
-        grid: ShardGrid,
+        spreads: Spreads,
         placements: Placements,
         dtypes: GroupDtypes,
         grad_divisor: float,
     ) -> None:
         self.label, self.parameters, self.transport = label, parameters, transport
-        self.layout, self.grid, self.placements, self.dtypes = layout, grid, placements, dtypes
+        self._spreads, self.placements, self.dtypes = spreads, placements, dtypes
+        self.layout, self.grid = layout, grid = spreads.layout, spreads.grid
         self._scale = 1.0 / grad_divisor
         self._numels = [prod(shape) for shape in layout.shapes]
         self._pack_threshold = max(1, sum(self._numels) // PACK_FRACTION)
@@ -250,12 +249,14 @@ class GroupGradients:
 
             lane.submit(stage, label=label)
             source = staged
-        same_split = accumulator.num_shards == self.grid.shard(self.placements.optimizer)[0]
+        same_split = (
+            accumulator.num_shards == self._spreads.of(self.placements.optimizer).num_shards
+        )
         fresh = kept is None
         if kept is None and same_split:
             # The accumulator becomes the final gradient: reduced in place, or overwritten with
             # what was staged and reduced. The gradients are not held twice.
-            kept = DBuffer(self.layout, self.grid, self.placements.optimizer, accumulator.storage)
+            kept = DBuffer.over(self._spreads.of(self.placements.optimizer), accumulator.storage)
         elif kept is None:
             kept = self._allocate(
                 self.placements.optimizer, self.dtypes.main_grad, Role.REDUCE_OUTPUT
@@ -383,9 +384,7 @@ class GroupGradients:
         return buffer
 
     def _allocate(self, placements: Sequence[Placement], dtype: torch.dtype, role: Role) -> DBuffer:
-        count, _ = self.grid.shard(placements)
+        spread = self._spreads.of(placements)
         communicators = [*self._inner_communicators.values(), *self._late_communicators.values()]
-        storage = self.transport.allocate(
-            {role: communicators}, self.layout.local_numel(num_shards=count), dtype
-        )
-        return DBuffer(self.layout, self.grid, placements, storage)
+        storage = self.transport.allocate({role: communicators}, spread.numel, dtype)
+        return DBuffer.over(spread, storage)

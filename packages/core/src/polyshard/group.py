@@ -21,7 +21,7 @@ from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor import Replicate as TorchReplicate
 
 from .autograd import NEVER_SAVED, set_versions
-from .buffer import DBuffer, ShardGrid
+from .buffer import DBuffer, ShardGrid, Spreads
 from .gradients import GroupGradients
 from .layout import GlobalLayout
 from .parameter import ManagedParameter
@@ -72,6 +72,7 @@ class ParameterGroup:
         shapes = [tuple(parameter.shape) for parameter in parameters]
         self.grid = grid
         self.layout = GlobalLayout.build(shapes, grid.num_shards)
+        self._spreads = Spreads(self.layout, grid)
         whole = (Replicate(),) * len(grid.sizes)
         self._gatherers = transport.communicators("gather")
         self.main = self._allocate(
@@ -90,10 +91,12 @@ class ParameterGroup:
             self._allocate(whole, dtypes.compute, Role.GATHER_OUTPUT) if sharded else self.model
         )
         self.gradients = GroupGradients(
-            label, self.parameters, transport, self.layout, grid, placements, dtypes, grad_divisor
+            label, self.parameters, transport, self._spreads, placements, dtypes, grad_divisor
         )
         #: Called when autograd has finished a full parameter's gradient; set by the unit.
         self.on_grad: Callable[[ParameterGroup, int, Tensor], None] | None = None
+        #: Whether gathering needs the other ranks.
+        self.is_collective = sharded or placements.parameter != placements.optimizer
         self.residence = Residence.RELEASED
         self._ticket: Ticket | None = None
         self._copied_epochs: list[int] | None = None  # of the main weight when copies were made
@@ -166,15 +169,15 @@ class ParameterGroup:
         *roles: Role,
         persistent: bool = False,
     ) -> DBuffer:
-        count, _ = self.grid.shard(placements)
+        spread = self._spreads.of(placements)
         communicators = list(self._gatherers.values())
         storage = self.transport.allocate(
             {role: communicators for role in roles},
-            self.layout.local_numel(num_shards=count),
+            spread.numel,
             dtype,
             persistent=persistent,
         )
-        return DBuffer(self.layout, self.grid, placements, storage)
+        return DBuffer.over(spread, storage)
 
     def _fill_main(self) -> None:
         """Sharded axes keep each rank's own rows; replicated axes take the first rank's values."""
@@ -208,13 +211,6 @@ class ParameterGroup:
         numel = self.full.flat.numel() if self.full is not self.model else 0
         return numel + (self.model.flat.numel() if self.model is not self.main else 0)
 
-    @property
-    def is_collective(self) -> bool:
-        """Whether gathering needs the other ranks."""
-        return self.placements.parameter != (Replicate(),) * len(self.grid.sizes) or (
-            self.placements.parameter != self.placements.optimizer
-        )
-
     def epochs(self) -> list[int]:
         """How often each main weight was written."""
         return [parameter.sharded.epoch for parameter in self.parameters]
@@ -228,12 +224,14 @@ class ParameterGroup:
         """
         if self.full is self.main:
             return
-        epochs = self.epochs()
-        if forward and self.residence is Residence.READY and epochs != self._stamped:
+        if forward and self.residence is Residence.READY and self.epochs() != self._stamped:
             self.release()
         if self.residence is not Residence.RELEASED:
             return
-        renew = self.model is not self.main and epochs != self._copied_epochs
+        renew = False
+        if self.model is not self.main:
+            epochs = self.epochs()
+            renew, self._copied_epochs = epochs != self._copied_epochs, epochs
         main, model, full, gatherers = self.main, self.model, self.full, self._gatherers
 
         def gather() -> None:
@@ -250,8 +248,6 @@ class ParameterGroup:
             lane.wait(self.transport.mark_compute())
             lane.submit(gather, label=label)
             self._ticket = lane.mark()
-        if renew:
-            self._copied_epochs = epochs
         self.residence = Residence.GATHERING
 
     def await_gather(self) -> None:

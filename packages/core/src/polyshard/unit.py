@@ -45,6 +45,10 @@ class Unit:
         self.parameters: tuple[ManagedParameter, ...] = tuple(
             parameter for group in groups for parameter in group.parameters
         )
+        #: Elements that gathering the unit allocates.
+        self.gathered_numel = sum(group.gathered_numel for group in groups)
+        #: Whether entering the unit needs the other ranks.
+        self.is_collective = any(group.is_collective for group in groups)
         self.index = 0  # in the context's registration order
         self.depth = 0  # forwards of the module that are running, one inside the other
         self.recomputing = False  # the forward that runs is a recomputation inside a backward
@@ -62,16 +66,6 @@ class Unit:
             group.gradients.label = group.label
 
     # -- weights ------------------------------------------------------------------------------
-
-    @property
-    def gathered_numel(self) -> int:
-        """Elements that gathering the unit allocates."""
-        return sum(group.gathered_numel for group in self.groups)
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether entering the unit needs the other ranks."""
-        return any(group.is_collective for group in self.groups)
 
     def submit_gather(self, *, forward: bool) -> None:
         """Start gathering; no-op where that was done."""

@@ -112,8 +112,11 @@ class HostLane(Lane):
         if self.failure.occurred:
             return
         try:
-            # Leaving inference mode matters: tensors made inside it could never be trained on.
-            with torch.inference_mode(False), torch.no_grad():
+            if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+                # Tensors made in inference mode could never be trained on.
+                with torch.inference_mode(False), torch.no_grad():
+                    work()
+            else:
                 work()
         except Exception as error:
             self.failure.record(label, error)
