@@ -19,7 +19,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 from polyshard.errors import UnsupportedError
 from polyshard.row_split import RowSplit
@@ -774,9 +781,6 @@ def check_plain_dtensor(rank: int) -> list[str]:
         "full_tensor": lambda: DTensor.from_local(
             tensor.to_local(), mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
         ).full_tensor(),
-        "distribute_tensor": lambda: distribute_tensor(
-            torch.ones(6, 2), mesh, tensor.placements
-        ).full_tensor(),
         "copy_": lambda: tensor.copy_(distribute_tensor(torch.ones(6, 2), mesh, tensor.placements)),
         "matmul": lambda: tensor.T @ distribute_tensor(torch.ones(6, 2), mesh, [Replicate()]),
     }.items():
@@ -785,6 +789,10 @@ def check_plain_dtensor(rank: int) -> list[str]:
         except UnsupportedError:
             continue
         wrong.append(f"{name} was not refused")
+    # What distribute_tensor makes of the same placements is chunked, and says so.
+    chunked = distribute_tensor(torch.ones(6, 2), mesh, tensor.placements)
+    if chunked.placements != (Shard(0),) or type(chunked.placements[0]) is not Shard:
+        wrong.append(f"distribute_tensor gave {chunked.placements}")
     return wrong
 
 

@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
-from polyshard_gloo import GlooBackend
 
 from polyshard.spi import Buffer, Lane, LaneRole, Lifetime, Role, StorageBuffer, Ticket, Use
+from polyshard_gloo import GlooBackend
 
 #: What a TRANSIENT buffer is for, by its first use. The PERSISTENT ones are main weights.
 KINDS = {
@@ -55,7 +55,9 @@ class WatchedGloo(GlooBackend):
         super().__init__()
         self.ledger = Ledger()
         self.labels: dict[LaneRole, list[str]] = {"gather": [], "reduce": [], "outer": []}
-        self._through = {role: _LaneThrough(self._lanes[role], self._note(role)) for role in self.labels}
+        self._through = {
+            role: _LaneThrough(lane, self._note(role)) for role, lane in self._lanes.items()
+        }
 
     def lane(self, role: LaneRole, device: torch.device) -> Lane:
         return self._through[role]

@@ -53,6 +53,17 @@ class Scalars(nn.Module):
         return x * self.scale + self.shift + self.empty.sum()
 
 
+class OnlyEmpty(nn.Module):
+    """No element to train, and nothing to gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.empty.sum()
+
+
 class Dtypes(nn.Module):
     """Real, double, complex, integer and boolean parameters in one unit."""
 
@@ -142,6 +153,7 @@ def parametrised() -> nn.Module:
 MODELS = [
     Tied,
     Scalars,
+    OnlyEmpty,
     Dtypes,
     Unused,
     PartlyFrozen,

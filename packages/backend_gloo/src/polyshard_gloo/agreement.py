@@ -127,6 +127,7 @@ class Agreement:
             label=call.label,
         )
         connections.finish(flight, label=call.label)
+        connections.abort(f"ranks disagreed about {call.label}")
         texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in descriptions]
         raise BackendError(
             f"{call.label}: {connections.name(own)} is at {texts[own]}, but "

@@ -106,10 +106,13 @@ class GlooBackend(CollectiveBackend):
         rank, size = group.rank(), group.size()
         if not 0 <= rank < size:
             raise ValueError(f"this process is not in the group given for {purpose!r}.")
-        timeout = _timeout(options or {}, group)
+        timeout = _requested_timeout(options or {})
         self._domain.raise_if_any()
         connections = None
         if size > 1:
+            if timeout is None:
+                # The stubs of torch give the property to subclasses only.
+                timeout = cast(timedelta, group.get_group_store().timeout)  # type: ignore[attr-defined]
             connections = Connections.open(group, purpose=purpose, timeout=timeout)
         return GlooCommunicator(connections, rank=rank, size=size, device=_CPU, domain=self._domain)
 
@@ -137,8 +140,8 @@ def _require_role(role: LaneRole) -> None:
         raise ValueError(f"{role!r} is not a lane; the lanes are {known}.")
 
 
-def _timeout(options: Mapping[str, Any], group: ProcessGroup) -> timedelta:
-    """How long a collective may take; the sources, in this order, are those in GlooBackend."""
+def _requested_timeout(options: Mapping[str, Any]) -> timedelta | None:
+    """What the communicator's options or else the environment ask for."""
     unknown = sorted(set(options) - {"timeout"})
     if unknown:
         raise ValueError(f"unknown options {unknown}; the gloo backend has 'timeout'.")
@@ -149,8 +152,7 @@ def _timeout(options: Mapping[str, Any], group: ProcessGroup) -> timedelta:
         return timeout
     text = os.environ.get(_TIMEOUT_VARIABLE)
     if not text:
-        # The stubs of torch give the property to subclasses only.
-        return cast(timedelta, group.get_group_store().timeout)  # type: ignore[attr-defined]
+        return None
     try:
         seconds = float(text)
     except ValueError:

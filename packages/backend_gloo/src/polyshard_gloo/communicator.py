@@ -53,7 +53,7 @@ class GlooCommunicator(Communicator):
     def abort(self) -> None:
         """Cut the connections; see FaultDomain."""
         if self._connections is not None:
-            self._connections.abort()
+            self._connections.abort("other work of this process failed")
 
     def close(self) -> None:
         self._closed = True

@@ -130,12 +130,12 @@ class Connections:
                     self._fail([peer], error, rest, label=label)
                 self._fail([peer, *_unfinished(rest)], error, [], label=label, waited=waited)
 
-    def abort(self) -> None:
+    def abort(self, reason: str) -> None:
         """Cut all connections: what waits on them here fails now, and soon at the peers.
 
         gloo has no call for that, but a receive that runs out of time does it.
         """
-        gloo, self._broken = self._gloo, self._broken or "its work was given up after an error"
+        gloo, self._broken = self._gloo, self._broken or reason
         if gloo is None:
             return
         for peer in self.peers:
@@ -165,8 +165,7 @@ class Connections:
         label: str,
         waited: float | None = None,
     ) -> NoReturn:
-        self._broken = self._broken or f"{label} failed"
-        self.abort()
+        self.abort(f"{label} failed")
         # Nothing may write into the caller's memory once this has raised.
         _unfinished(flight)
         names = ", ".join(self.name(peer) for peer in dict.fromkeys(peers))

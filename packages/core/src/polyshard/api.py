@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -78,19 +79,27 @@ def fully_shard(
     if mesh.get_coordinate() is None:
         raise PlacementError("this rank is not part of the mesh; call fully_shard on its ranks.")
     precision = mixed_precision_policy or MixedPrecisionPolicy()
+    policy = schedule_policy or SchedulePolicy()
     request: _Request | None = None
     failure: Exception | None = None
     try:
         _refuse_unbuilt(placements, mesh)
+        _examine_arguments(precision, policy, grad_divisor, ignored_params)
         chosen = choose_backend(backend, device_type=mesh.device_type, use_symm_mem=use_symm_mem)
-        if not grad_divisor > 0:
-            raise ValueError(f"grad_divisor must be positive, got {grad_divisor}.")
         request = _examine(module, mesh, chosen, ignored_params)
-    except (RuntimeError, ValueError) as error:
+    except Exception as error:  # whatever it is: the other ranks wait to hear of it
         failure = error
     subject = f"fully_shard({type(module).__name__})"
-    policy = schedule_policy or SchedulePolicy()
-    description = [] if request is None else request.describe(placements, precision, policy)
+    description: list[str] = []
+    if request is not None:
+        description = request.describe(
+            f"placements {placements.dp_axes} parameter={placements.parameter} "
+            f"gradient={placements.gradient} optimizer={placements.optimizer}",
+            f"{precision}",
+            f"{policy}",
+            f"reshard_after_forward={reshard_after_forward}",
+            f"grad_divisor={float(grad_divisor)}",
+        )
     agree(subject, description, failure, [mesh.get_group(axis) for axis in axes])
     assert request is not None
 
@@ -181,17 +190,12 @@ class _Request:
             groups.setdefault(key, []).append(parameter)
         return list(groups.values())
 
-    def describe(
-        self, placements: Placements, precision: MixedPrecisionPolicy, policy: SchedulePolicy
-    ) -> list[str]:
-        """One line per fact that all ranks must share."""
+    def describe(self, *arguments: str) -> list[str]:
+        """One line per fact that all ranks must share, the ``arguments`` among them."""
         lines = [
             f"module class {type(self.module).__qualname__}",
-            f"placements {placements.dp_axes} parameter={placements.parameter} "
-            f"gradient={placements.gradient} optimizer={placements.optimizer}",
+            *arguments,
             f"backend {self.backend.name!r}",
-            f"{precision}",
-            f"{policy}",
         ]
         lines += [
             f"parameter {' = '.join(slot.path for slot in parameter.slots)!r} of shape "
@@ -200,6 +204,26 @@ class _Request:
             for parameter in self.parameters
         ]
         return lines
+
+
+def _examine_arguments(
+    precision: object, policy: object, grad_divisor: object, ignored_params: object
+) -> None:
+    """What is not what it should be would fail later, and less clearly."""
+    for name, value, kind in (
+        ("mixed_precision_policy", precision, MixedPrecisionPolicy),
+        ("schedule_policy", policy, SchedulePolicy),
+    ):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} must be a {kind.__name__} or None, got {value!r}.")
+    if not isinstance(grad_divisor, int | float) or not 0 < grad_divisor < math.inf:
+        raise ValueError(f"grad_divisor must be a positive number, got {grad_divisor!r}.")
+    if not isinstance(ignored_params, Collection) or not all(
+        isinstance(parameter, nn.Parameter) for parameter in ignored_params
+    ):
+        raise ValueError(
+            f"ignored_params must be a collection of parameters, got {ignored_params!r}."
+        )
 
 
 def _examine(
@@ -239,11 +263,14 @@ def _examine(
 def _examine_parameter(
     parameter: nn.Parameter, path: str, module: str, device: torch.device
 ) -> None:
-    owner = getattr(parameter, "_polyshard_owner", None)
-    unit = owner() if owner is not None else None
+    full = getattr(parameter, "_hook_target", None)  # where another unit shows its sharded face
+    full = parameter if full is None else full
+    owner = getattr(full, "_polyshard_owner", None)
+    unit: Unit | None = owner() if owner is not None else None
     if unit is not None:
+        known = next(managed.name for managed in unit.parameters if managed.full is full)
         raise UnsupportedError(
-            f"parameter {path!r} of {module} already belongs to unit {unit.name!r}; tied "
+            f"parameter {path!r} of {module} is {known!r} of unit {unit.name!r} already; tied "
             "parameters must belong to one unit: leave both users to a common ancestor."
         )
     if is_lazy(parameter):

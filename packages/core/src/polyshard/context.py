@@ -114,7 +114,7 @@ class FsdpContext:
         if current_graph_task() != -1:
             # Queues the end of backward on the outermost task, where a reentrant checkpoint runs
             # this before any of our backward hooks.
-            self.enter_backward(self.latest_forward)
+            self.enter_backward()
             unit.submit_gather(forward=False)
             unit.await_gather()
             return True
@@ -179,11 +179,17 @@ class FsdpContext:
 
     # -- backward -----------------------------------------------------------------------------
 
-    def enter_backward(self, forward_pass: ForwardPass) -> None:
-        """Some hook of this context runs inside a backward, whose end is to be noticed."""
+    def enter_backward(self, forward_pass: ForwardPass | None = None) -> None:
+        """Some hook of this context runs inside a backward, whose end is to be noticed.
+
+        Args:
+            forward_pass: a forward that the backward covers, if the hook knows. Where the first
+                hook of a backward does not, it is taken to be the latest.
+        """
         task = current_graph_task()
         if self.backward is not None and task == self._task:
-            self.backward.final = self.backward.final or forward_pass.is_last
+            if forward_pass is not None:
+                self.backward.final = self.backward.final or forward_pass.is_last
             return
         _drop_failed_backward()
         self._task = task
@@ -194,14 +200,16 @@ class FsdpContext:
             self._backward_order = self._backward_order or self._forward_order.reversed()
             self._backward_order.begin(units)
             _active.append(self)
+            forward_pass = forward_pass or self.latest_forward
         _session.enter()
-        self.backward.final = self.backward.final or forward_pass.is_last
+        if forward_pass is not None:
+            self.backward.final = self.backward.final or forward_pass.is_last
 
     def gather_for_backward(self, unit: Unit, forward_pass: ForwardPass) -> None:
         """Backward is about to use the unit's weights."""
+        self.enter_backward(forward_pass)
         if unit.entered_backward and unit.ready:
             return
-        self.enter_backward(forward_pass)
         unit.submit_gather(forward=False)
         if not unit.entered_backward:
             unit.entered_backward = True
@@ -251,7 +259,7 @@ class FsdpContext:
             unit.pending_inputs = 0
             if backward.final:
                 unit.entered_forward = unit.pinned = False
-            unit.release(copies=backward.final)
+            unit.release(copies=backward.final or not self.window_open)
         self.window_open = self.window_open and not backward.final
         for transport in self.transports():
             transport.join()

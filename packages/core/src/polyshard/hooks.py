@@ -147,7 +147,7 @@ class _OnGrad:
         if grad is None:
             return
         context = context_of(unit)
-        context.enter_backward(context.latest_forward)
+        context.enter_backward()
         assert context.backward is not None
         group.gradients.add(index, grad, final=context.backward.final)
         if unit.complete:

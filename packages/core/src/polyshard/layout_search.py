@@ -50,6 +50,8 @@ def pack(numels: Sequence[int], blocks: Sequence[int], num_shards: int) -> list[
     up to one per cent of the sum is spent on having fewer segments, and more only where nothing
     was found within it.
     """
+    if not numels:
+        return []
     # Sorts are stable: of equal tensors the first stays first, whatever lies between them.
     order = sorted(range(len(numels)), key=numels.__getitem__, reverse=True)
     order.sort(key=blocks.__getitem__, reverse=True)

@@ -22,6 +22,7 @@ from .sharded_refusals import (
     Handler,
     first_sharded,
     refuse,
+    refuse_mixed,
     refuse_plain,
     refuse_unlike,
 )
@@ -104,6 +105,10 @@ def elementwise(
                     refuse_unlike(first, func, value)
                 target = value
                 local_kwargs = {**kwargs, keyword: value._local_tensor}
+        if in_place:
+            for argument in args[1:]:
+                if type(argument) is cls and unlike_precision(first, argument):
+                    refuse_mixed(first, func, argument)
         if has_plain:
             if in_place and type(args[0]) is not cls:
                 refuse_plain(first, func, args[0])
@@ -155,6 +160,8 @@ def on_lists(
                             has_partial = has_partial or item._geometry.is_partial
                         elif item._geometry is not first._geometry:
                             refuse_unlike(first, func, item)
+                        elif written and unlike_precision(first, item):
+                            refuse_mixed(first, func, item)
                         items.append(item._local_tensor)
                     else:
                         has_plain = has_plain or isinstance(item, Tensor)
@@ -210,6 +217,11 @@ def _check_plain_items(
                 if argument in written:
                     refuse_plain(first, func, item)
                 items[position] = as_replicated(first, func, item, first._geometry)
+
+
+def unlike_precision(one: Tensor, other: Tensor) -> bool:
+    """Whether both are floating and differ in dtype."""
+    return one.dtype != other.dtype and one.is_floating_point() and other.is_floating_point()
 
 
 def written_arguments(operation: OpOverload) -> list[int]:

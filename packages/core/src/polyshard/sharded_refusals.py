@@ -19,8 +19,8 @@ Handler = Callable[[type["ShardedTensor"], tuple[Any, ...], dict[str, Any]], Any
 """Runs one operation, given the class of sharded tensors, the arguments and the keywords."""
 
 REMEDY = (
-    "Run it inside `with unsharded(module):`, register the method that needs the whole weight "
-    "with register_forward_method, or take a copy with full_tensor()."
+    "Run it inside `with unsharded(module):`, where weights are whole, or take a copy with "
+    "full_tensor()."
 )
 INCOMPLETE = (
     "it is placed Partial: each rank holds its own contribution to a value that is only summed on "
@@ -58,6 +58,18 @@ def refuse_unlike(first: ShardedTensor, operation: object, other: ShardedTensor)
         f"the other operand {other._name!r} lies differently (shape {tuple(other.shape)} "
         f"{other.placements}, against shape {tuple(first.shape)} {first.placements})",
         "Bring it to the same rows with redistribute(), or copy_ its full_tensor().",
+    )
+
+
+def refuse_mixed(first: ShardedTensor, operation: object, other: ShardedTensor) -> NoReturn:
+    """Refuse to write to one precision from another: an optimizer step on unlike gradients."""
+    refuse(
+        first,
+        operation,
+        f"it writes to {first.dtype} from {other._name!r} in {other.dtype}, as an optimizer does "
+        "whose main weights and gradients differ in precision",
+        "Give fully_shard MixedPrecisionPolicy(main_grads_dtype="
+        f"{first.dtype}), or cast with .to(...) first.",
     )
 
 
