@@ -32,6 +32,7 @@ RUN_2_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node"
 THIRD_PARTY = (
     "torch",
     "numpy",
+    "packaging",
     "matplotlib",
     "rich",
     "pytest",

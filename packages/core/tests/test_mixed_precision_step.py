@@ -23,12 +23,13 @@ from polyshard import MixedPrecisionPolicy, UnsupportedError
     ids=["sgd", "adamw", "adamw-foreach", "adamw-fused"],
 )
 def test_a_step_on_gradients_of_other_precision_is_refused(
-    one_rank: OneRank, optimizer: type[torch.optim.Optimizer]
+    world: OneRank, optimizer: type[torch.optim.Optimizer]
 ) -> None:
     """The error says which policy makes weights and gradients alike; with it, the step runs."""
-    for policy, fits in ((None, False), (MixedPrecisionPolicy(main_grads_dtype=torch.float32), True)):
+    fp32_gradients = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
+    for policy, fits in ((None, False), (fp32_gradients, True)):
         model = nn.Linear(4, 3).bfloat16()
-        one_rank.shard(model, mixed_precision_policy=policy)
+        world.shard(model, mixed_precision_policy=policy)
         step = optimizer(model.parameters(), lr=0.1).step
         model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
         before = model.weight.to_local().clone()
@@ -36,6 +37,6 @@ def test_a_step_on_gradients_of_other_precision_is_refused(
             step()
             assert not torch.equal(before, model.weight.to_local())
         else:
-            with pytest.raises(UnsupportedError, match="main_grads_dtype=torch.float32"):
+            with pytest.raises(UnsupportedError, match=r"main_grads_dtype=torch\.float32"):
                 step()
             assert torch.equal(before, model.weight.to_local())

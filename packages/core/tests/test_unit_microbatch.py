@@ -1,4 +1,4 @@
-"""microbatch scopes on one rank: what accumulates, when gradients are final, and how scopes nest."""
+"""microbatch scopes on one rank: what accumulates, when gradients are final, how scopes nest."""
 
 from __future__ import annotations
 
@@ -29,6 +29,17 @@ def pair(world: OneRank) -> Pair:
     model, reference = twins(make_stack())
     world.shard(*units_in(model))
     return model, reference
+
+
+class Either(nn.Module):
+    """Uses the one layer or the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, name: str) -> Tensor:
+        return getattr(self, name)(x)
 
 
 def loss_of(model: nn.Module, seed: int) -> Tensor:
@@ -133,15 +144,6 @@ class TestAccumulation:
     @pytest.mark.parametrize("used", ["abb", "bab", "bba", "bbb"])
     def test_used_in_one_microbatch_only(self, world: OneRank, used: str) -> None:
         """A parameter that one microbatch used has its gradient, whichever it was."""
-
-        class Either(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-            def forward(self, x: Tensor, name: str) -> Tensor:
-                return getattr(self, name)(x)
-
         torch.manual_seed(0)
         model, reference = twins(Either())
         world.shard(model)
@@ -205,8 +207,7 @@ class TestTheFlagTravels:
     def test_backwards_in_both_orders(
         self, world: OneRank, pair: Pair, order: Sequence[int]
     ) -> None:
-        """Backwards of a first and a last forward add up, whichever comes first; what the last
-        one finished stays as it is until another last one."""
+        """Of two forwards before their backwards, each backward has its own forward's flag."""
         model, reference = pair
         losses = []
         for seed in range(2):
@@ -215,10 +216,27 @@ class TestTheFlagTravels:
         for seed in order:
             losses[seed].backward()
             loss_of(reference, seed).backward()
-        assert is_partial(model) == (world.strategy == "ddp" and order[-1] == 0)
-        # One rank's contribution is the value, final or not.
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad.to_local(), theirs.grad)
+            assert is_partial(model) == (world.strategy == "ddp" and seed == 0)
+            # One rank's contribution is the value, reduced or not.
+            for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad.to_local(), theirs.grad)
+
+    @pytest.mark.parametrize("first_is_last", [True, False])
+    def test_one_backward_over_forwards_of_different_units(
+        self, world: OneRank, first_is_last: bool
+    ) -> None:
+        """A unit that completes before backward reaches the last forward is finished, too."""
+        torch.manual_seed(0)
+        model, reference = twins(Either())
+        world.shard(model.a, model.b, model)
+        losses = []
+        for name, is_last in (("a", first_is_last), ("b", not first_is_last)):
+            with microbatch(model, is_last=is_last):
+                losses.append(model(batch(), name).square().sum())
+        sum(losses).backward()
+        sum(reference(batch(), name).square().sum() for name in "ab").backward()
+        assert not is_partial(model)
+        assert_same_grads(model, reference)
 
     def test_evaluations_take_no_part(self, pair: Pair) -> None:
         """No-grad forwards in a scope, in and between microbatches, change nothing."""

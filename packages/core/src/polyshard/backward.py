@@ -27,6 +27,7 @@ class BackwardPass:
         self.final = False  # whether a forward that it covers was a last microbatch
         self.completed: list[int] = []  # in the order in which this rank's units completed
         self.reduced: set[int] = set()
+        self._unfinished: set[int] = set()  # reduced before it was known to be final
         self._until = 0  # everything before it in the order was reduced or takes no part
         self._in_flight: deque[Unit] = deque()
 
@@ -47,7 +48,8 @@ class BackwardPass:
         """The backward is over: what has not come by now counts as zero."""
         for index in self._order:
             unit = self._units[index]
-            if index not in self.reduced and _takes_part(unit):
+            known = index in self.reduced and not (self.final and index in self._unfinished)
+            if not known and _takes_part(unit):
                 self._reduce(unit)
 
     def reduce_again(self, reopened: set[int]) -> None:
@@ -64,6 +66,8 @@ class BackwardPass:
 
     def _reduce(self, unit: Unit) -> None:
         self.reduced.add(unit.index)
+        if not self.final:
+            self._unfinished.add(unit.index)
         unit.reduce(final=self.final)
         self._in_flight.append(unit)
         while len(self._in_flight) > REDUCTIONS_IN_FLIGHT:

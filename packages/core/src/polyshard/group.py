@@ -30,6 +30,7 @@ from .precision import GroupDtypes
 from .row_split import RowSplit
 from .sharded_tensor import ShardedTensor
 from .spi import Role, Ticket
+from .step_guard import guard_steps
 from .transport import Transport
 
 
@@ -125,6 +126,7 @@ class ParameterGroup:
                 _copy_attributes(parameter.full, parameter.sharded)
                 if self.dtypes.main_grad != self.dtypes.main:
                     parameter.sharded.grad_dtype = self.dtypes.main_grad
+                    guard_steps()
                 parameter.sharded._hook_target = parameter.full
                 parameter.full.data = views[index]
                 parameter.full.grad = None

@@ -56,12 +56,12 @@ class GlobalLayout:
     Guarantees, "row" standing for a block of `granularity` rows where that is more than one:
 
     - Every tensor is one contiguous run of the full buffer, and no shard boundary cuts a row.
-    - Padding is never more than giving every shard equally many rows of each tensor costs, which is
-      the sum over tensors of `(ceil(rows / num_shards) * num_shards * row_numel - tensor_numel)`.
-    - Padding is at most 1 % of `numel` if the average shard, `numel / num_shards`, is at least 100
-      times the longest row, and either no tensor is longer than the average shard, or that holds
-      for those tensors whose row length has fewer than 100 rows per shard, seen by themselves.
-      Elsewhere 1 % is aimed for; docs/notes/layout.md proves that it can be out of reach.
+    - Padding is never more than it takes to give every shard equally many rows of each tensor: the
+      sum over tensors of `ceil(rows / num_shards) * num_shards * row_numel - tensor_numel`.
+    - Padding is at most 1 % of `numel` if the average shard, `numel / num_shards`, is no shorter
+      than any tensor and than 100 times any row. The same holds if not all tensors meet this, but
+      those do, seen by themselves, whose row length would pad more than 1 % in a segment of its
+      own. Elsewhere 1 % is aimed for; docs/notes/layout.md proves that it can be out of reach.
     - The same arguments give the same layout in every process.
 
     Attributes:

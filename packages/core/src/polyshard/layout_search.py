@@ -52,6 +52,8 @@ def pack(numels: Sequence[int], blocks: Sequence[int], num_shards: int) -> list[
     """
     if not numels:
         return []
+    if not numels:
+        return []
     # Sorts are stable: of equal tensors the first stays first, whatever lies between them.
     order = sorted(range(len(numels)), key=numels.__getitem__, reverse=True)
     order.sort(key=blocks.__getitem__, reverse=True)

@@ -8,12 +8,14 @@ that it is one; nothing is inferred. Knows the parts of a ShardedTensor (``_loca
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from .row_split import Geometry
 from .sharded_refusals import (
@@ -92,7 +94,7 @@ def elementwise(
                 local.append(argument)
         if geometry is None:  # torch.add(plain, plain, out=sharded)
             refuse_plain(first_sharded(cls, kwargs), func, args[0])
-        target = first
+        target = first if in_place else None
         local_kwargs = kwargs
         if kwargs:
             _check_format(first, func, kwargs)
@@ -118,7 +120,7 @@ def elementwise(
         if geometry.is_partial:
             rounds = kwargs.get("rounding_mode") is not None
             _check_partial(first, func, "rounded" if rounds else base, args)
-        if not in_place and out is None:
+        if target is None:
             return cls._assemble(func(*local, **local_kwargs), geometry, first._name)
         try:
             func(*local, **local_kwargs)
@@ -146,40 +148,14 @@ def on_lists(
     """
 
     def handler(cls: type[ShardedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        firsts: dict[int, ShardedTensor] = {}
-        has_plain = has_partial = False
-        local: list[Any] = []
-        for argument in args:
-            if type(argument) is list or type(argument) is tuple:
-                items: list[Any] = []
-                for position, item in enumerate(argument):
-                    if type(item) is cls:
-                        first = firsts.get(position)
-                        if first is None:
-                            firsts[position] = item
-                            has_partial = has_partial or item._geometry.is_partial
-                        elif item._geometry is not first._geometry:
-                            refuse_unlike(first, func, item)
-                        elif written and unlike_precision(first, item):
-                            refuse_mixed(first, func, item)
-                        items.append(item._local_tensor)
-                    else:
-                        has_plain = has_plain or isinstance(item, Tensor)
-                        items.append(item)
-                local.append(items)
-            else:
-                local.append(argument)
-        for single in (*args, *kwargs.values()):
-            # One for all positions: a learning rate, a scale.
-            if isinstance(single, Tensor) and (isinstance(single, DTensor) or single.dim() > 0):
-                refuse_plain(first_sharded(cls, (args, kwargs)), func, single)
-        if has_plain:
-            _check_plain_items(cls, func, args, local, firsts, [i for i in written if i != steps])
-        if has_partial:
-            for position, first in firsts.items():
-                if first._geometry.is_partial:
-                    at = [a[position] if isinstance(a, list | tuple) else a for a in args]
-                    _check_partial(first, func, base, at)
+        local = (
+            None
+            if kwargs and any(isinstance(value, Tensor) for value in kwargs.values())
+            else _all_alike(cls, args, steps)
+        )
+        firsts: dict[int, ShardedTensor] | None = None
+        if local is None:
+            local, firsts = _match(cls, func, base, args, kwargs, written, steps)
         try:
             result = func(*local, **kwargs)
         finally:
@@ -189,6 +165,7 @@ def on_lists(
                         item.writes.count += 1
         if result is None:
             return None
+        firsts = dict(enumerate(args[0])) if firsts is None else firsts
         return [
             cls._assemble(item, firsts[position]._geometry, firsts[position]._name)
             if position in firsts
@@ -197,6 +174,87 @@ def on_lists(
         ]
 
     return handler
+
+
+def _all_alike(
+    cls: type[ShardedTensor], args: tuple[Any, ...], steps: int | None
+) -> list[Any] | None:
+    """Local rows of the common case, an optimizer's lists, told apart without a loop in Python.
+
+    Every list holds sharded tensors only, which lie alike and have equal dtypes at each position,
+    and none is Partial; step counts are plain. None for everything else, right or wrong.
+    """
+    local: list[Any] = []
+    first_specs: list[DTensorSpec] | None = None
+    for index, argument in enumerate(args):
+        if not isinstance(argument, list | tuple) or not argument:
+            if isinstance(argument, Tensor):
+                return None
+            local.append(argument)
+        elif {*map(type, argument)} == {cls}:
+            # One spec per geometry and dtype: identity is likeness.
+            specs = [tensor._spec for tensor in argument]
+            if first_specs is None:
+                if index > 0 or any(tensor._geometry.is_partial for tensor in argument):
+                    return None
+                first_specs = specs
+            elif len(specs) != len(first_specs) or not all(map(is_, specs, first_specs)):
+                return None
+            local.append([tensor._local_tensor for tensor in argument])
+        elif isinstance(argument[0], Tensor):
+            if index != steps or {*map(type, argument)} != {Tensor}:
+                return None
+            local.append(argument)
+        else:
+            local.append(argument)
+    return local if first_specs is not None else None
+
+
+def _match(
+    cls: type[ShardedTensor],
+    func: Callable[..., Any],
+    base: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    written: Sequence[int],
+    steps: int | None,
+) -> tuple[list[Any], dict[int, ShardedTensor]]:
+    """Local rows of any lists, and the first sharded tensor at each position; or refuse."""
+    firsts: dict[int, ShardedTensor] = {}
+    has_plain = has_partial = False
+    local: list[Any] = []
+    for argument in args:
+        if type(argument) is list or type(argument) is tuple:
+            items: list[Any] = []
+            for position, item in enumerate(argument):
+                if type(item) is cls:
+                    first = firsts.get(position)
+                    if first is None:
+                        firsts[position] = item
+                        has_partial = has_partial or item._geometry.is_partial
+                    elif item._geometry is not first._geometry:
+                        refuse_unlike(first, func, item)
+                    elif written and unlike_precision(first, item):
+                        refuse_mixed(first, func, item)
+                    items.append(item._local_tensor)
+                else:
+                    has_plain = has_plain or isinstance(item, Tensor)
+                    items.append(item)
+            local.append(items)
+        else:
+            local.append(argument)
+    for single in (*args, *kwargs.values()):
+        # One for all positions: a learning rate, a scale.
+        if isinstance(single, Tensor) and (isinstance(single, DTensor) or single.dim() > 0):
+            refuse_plain(first_sharded(cls, (args, kwargs)), func, single)
+    if has_plain:
+        _check_plain_items(cls, func, args, local, firsts, [i for i in written if i != steps])
+    if has_partial:
+        for position, first in firsts.items():
+            if first._geometry.is_partial:
+                at = [a[position] if isinstance(a, list | tuple) else a for a in args]
+                _check_partial(first, func, base, at)
+    return local, firsts
 
 
 def _check_plain_items(

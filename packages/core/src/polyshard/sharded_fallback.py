@@ -39,9 +39,11 @@ _ATTRIBUTES = frozenset(
 _METADATA = frozenset(
     """
     __len__ dim element_size get_device is_complex is_contiguous is_floating_point is_signed
-    nelement ndimension numel requires_grad_ size stride
+    is_inference nelement ndimension numel requires_grad_ size stride
     """.split()
 )
+
+_WITHOUT_GRADIENT = frozenset({"detach", "empty_like", "full_like", "ones_like", "zeros_like"})
 
 
 @functools.cache
@@ -92,7 +94,7 @@ def function_fallback(
     ):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if name != "detach" and torch.is_grad_enabled():
+    if name not in _WITHOUT_GRADIENT and torch.is_grad_enabled():
         for argument in args:
             if isinstance(argument, cls) and argument.requires_grad:
                 refuse(
@@ -110,7 +112,7 @@ def _handler(name: str, func: Callable[..., Any]) -> Handler:
         return _SPECIAL[name](func)
     base = name.removesuffix("_")
     if base in ELEMENTWISE:
-        return elementwise(func, base, in_place=name.endswith("_"))
+        return elementwise(func, base, in_place=name.endswith("_"), out="out")
     each = base.removeprefix("_foreach_")
     if each != base and each in FOREACH:
         return on_lists(func, each, written=[0] if name.endswith("_") else [])

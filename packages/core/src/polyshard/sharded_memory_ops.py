@@ -86,7 +86,7 @@ def complex_view(func: Callable[..., Any]) -> Handler:
             refuse(tensor, func, "a 0-D tensor counts as one row, of which this would make more")
         local = func(tensor._local_tensor)
         geometry = tensor._geometry.with_shape(shape)
-        return cls._assemble(local, geometry, tensor._name, tensor.writes)
+        return tensor._alias(local, geometry)
 
     return handler
 

@@ -139,8 +139,18 @@ class ShardedTensor(DTensor):
         tensor.writes = WriteCounter() if writes is None else writes
         return tensor
 
-    def _alias(self) -> ShardedTensor:
-        return self._assemble(self._local_tensor, self._geometry, self._name, self.writes)
+    def _alias(
+        self, local: Tensor | None = None, geometry: Geometry | None = None
+    ) -> ShardedTensor:
+        """Another tensor over the same memory, or over a view of it that ``geometry`` describes."""
+        # As views are: an alias of a normal tensor is one, also under inference mode.
+        with torch.inference_mode(self.is_inference()):
+            return self._assemble(
+                self._local_tensor if local is None else local,
+                self._geometry if geometry is None else geometry,
+                self._name,
+                self.writes,
+            )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -309,7 +319,7 @@ class ShardedTensor(DTensor):
             raise RuntimeError(
                 f"{self._name!r}: only graph leaves can be deep-copied; detach() it first."
             )
-        # Keyed by the counter too: `id` of a shared object that `memo` keeps alive below.
+        # Rows and counter by their own identity: what shares them shares the copies.
         if id(self._local_tensor) not in memo:
             memo[id(self._local_tensor)] = self._local_tensor.detach().clone()
         if id(self.writes) not in memo:
