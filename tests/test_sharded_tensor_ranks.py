@@ -18,6 +18,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
@@ -628,6 +633,8 @@ def check_different_splits(rank: int) -> list[str]:
     }.items():
         for second in (other, replicated, plain):
             for pair in ((one, second), (second, one)):
+                if name == "copy_" and type(pair[1]) is DTensor:
+                    continue
                 try:
                     operation(*pair)
                 except UnsupportedError as error:
@@ -781,7 +788,6 @@ def check_plain_dtensor(rank: int) -> list[str]:
         "full_tensor": lambda: DTensor.from_local(
             tensor.to_local(), mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
         ).full_tensor(),
-        "copy_": lambda: tensor.copy_(distribute_tensor(torch.ones(6, 2), mesh, tensor.placements)),
         "matmul": lambda: tensor.T @ distribute_tensor(torch.ones(6, 2), mesh, [Replicate()]),
     }.items():
         try:
@@ -822,6 +828,34 @@ def check_whole_copy(rank: int, layout: str) -> list[str]:
 def test_copy_takes_in_a_whole_tensor(layout: str) -> None:
     """copy_ and load_state_dict from a plain whole tensor give every rank its rows."""
     assert run_ranks(LAYOUTS[layout][0], check_whole_copy, layout) == [[]] * LAYOUTS[layout][0]
+
+
+def check_torch_state_dicts(rank: int, layout: str) -> list[str]:
+    """PyTorch's own whole state dicts, read and written."""
+    mesh = mesh_of(layout)
+    full = torch.randn(6, 2, generator=torch.Generator().manual_seed(3))
+    module = nn.Module()
+    module.register_parameter("weight", nn.Parameter(shard(full, layout, mesh)))
+    options = StateDictOptions(full_state_dict=True)
+    wrong = [differs(get_model_state_dict(module, options=options)["weight"], full)]
+    set_model_state_dict(module, {"weight": full * 2}, options=options)
+    wrong.append(differs(module.weight.detach(), full * 2))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    given = {"weight": full * 3} if rank == 0 else {}
+    try:
+        set_model_state_dict(module, given, options=options)
+    except UnsupportedError as error:
+        wrong.append(None if layout == "both_axes" else str(error))
+    else:
+        wrong.append(differs(module.weight.detach(), full * 3))
+    return [problem for problem in wrong if problem]
+
+
+@pytest.mark.parametrize("layout", ["uneven", "first_empty", "hybrid", "both_axes"])
+def test_torch_state_dict_functions(layout: str) -> None:
+    """PyTorch's get and set_model_state_dict handle whole state dicts, or are refused."""
+    ranks = LAYOUTS[layout][0]
+    assert run_ranks(ranks, check_torch_state_dicts, layout) == [[]] * ranks
 
 
 def check_no_communication(rank: int) -> str:

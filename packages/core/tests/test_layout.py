@@ -254,14 +254,14 @@ def test_layout_depends_on_shapes_not_on_their_order(
     )
 
     def contents(layout: GlobalLayout, original: Sequence[int]) -> list[object]:
-        """Per segment, its length and the filled tensors it holds, whichever of equals they are."""
+        """Per segment, its shard length and what lies where, whichever of equals it is."""
         return [
             (
                 segment.shard_numel,
                 [
-                    (row_count(shape), math.prod(shape[1:]), layout.offset(i) - segment.offset)
-                    for i in segment.tensors
-                    if math.prod(shape := shapes[original[i]])
+                    (numel, block_numel(shapes[i], granularity[i]), layout.offset(place))
+                    for place in segment.tensors
+                    if (numel := math.prod(shapes[i := original[place]]))
                 ],
             )
             for segment in layout.segments

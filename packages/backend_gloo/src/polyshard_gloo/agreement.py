@@ -1,12 +1,13 @@
-"""What ranks tell each other before each collective, so that none can be mistaken for another.
+"""What ranks tell each other about each collective, so that none can be mistaken for another.
 
-Owns the message that goes ahead of the data, and carries the data where there is little. Knows
-no reductions.
+Owns the message that says what a rank is at, which carries the data where there is little.
+Knows no reductions.
 """
 
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from polyshard import BackendError
 
-from .connections import Channel, Connections
+from .connections import Connections, Flight, Tag
 
 # A change of this layout changes the mark, so that ranks with different versions notice.
 _MARK = b"polysh-1"
@@ -52,11 +53,39 @@ class Call:
         )
 
 
-class Agreement:
-    """One message of fixed length from every rank to every other, ahead of each collective.
+@dataclass(frozen=True)
+class Proposal:
+    """A call that the other ranks were told of."""
 
-    Lengths are compared before data is sent because gloo ends the process where a message is
-    longer than its receiver expects.
+    agreement: Agreement
+    call: Call
+    header: bytes
+    flight: Flight
+
+    @property
+    def data_tag(self) -> int:
+        """Under it, and the next number, data of the call may be sent before it is settled."""
+        return Tag.FIRST_FOR_DATA | (zlib.crc32(self.header) << 1) & 0x3FFFFFFE
+
+    def settle(self) -> Tensor:
+        """Block until every rank proposes this call.
+
+        Returns:
+            uint8 of shape (ranks, SMALL_BYTES): what every rank sent here, this rank's own
+            included; valid until the next proposal.
+
+        Raises:
+            BackendError: a rank is at another call, on all ranks; or it is gone.
+        """
+        return self.agreement.settle(self)
+
+
+class Agreement:
+    """One message of fixed length from every rank to every other with each collective.
+
+    gloo ends the process where a message is longer than its receiver expects, so nothing may be
+    sent that a rank at another collective could take for its own: data travels under a tag that
+    only the same call in the same position has.
     """
 
     def __init__(self, connections: Connections) -> None:
@@ -70,26 +99,20 @@ class Agreement:
         self._payloads = inbox[:, _HEADER_BYTES:]
         self._inbox, self._outbox = list(inbox), list(outbox)
 
-    def reach(
+    def propose(
         self,
         call: Call,
         *,
         to_all: Payload = (),
         to_each: Callable[[int], Payload] | None = None,
-    ) -> Tensor:
-        """Block until every rank is at this ``call``.
+    ) -> Proposal:
+        """Tell every rank what this one is about to do. Every proposal must be settled before
+        the next one.
 
         Args:
             call: what this rank is about to do.
-            to_all: tensors of bytes for every rank, SMALL_BYTES at most.
+            to_all: tensors of bytes for every rank, SMALL_BYTES at most together.
             to_each: instead, tensors of bytes for each rank, this one included.
-
-        Returns:
-            uint8 of shape (ranks, SMALL_BYTES): what every rank sent here, this rank's own
-            included; valid until the next call.
-
-        Raises:
-            BackendError: a rank is at another call, on all ranks; or it is gone.
         """
         connections = self._connections
         header = _HEADER.pack(_MARK, self._position, _fingerprint(call))
@@ -101,16 +124,21 @@ class Agreement:
             for peer in connections.peers:
                 _fill(self._sent, self._outbox, peer, header, to_each(peer))
         flight = connections.start(
-            Channel.HEADER,
+            Tag.HEADER,
             [(peer, self._inbox[peer]) for peer in connections.peers],
             [(peer, outgoing[peer]) for peer in connections.peers],
             label=call.label,
         )
-        connections.finish(flight, label=call.label)
+        return Proposal(self, call, header, flight)
+
+    def settle(self, proposal: Proposal) -> Tensor:
+        """See :meth:`Proposal.settle`."""
+        connections, header = self._connections, proposal.header
+        connections.finish(proposal.flight, label=proposal.call.label)
         for peer in connections.peers:
             start = peer * _MESSAGE_BYTES
             if self._received[start : start + _HEADER_BYTES] != header:
-                self._disagree(call, peer)
+                self._disagree(proposal.call, peer)
         self._position += 1
         return self._payloads
 
@@ -121,7 +149,7 @@ class Agreement:
         text = f"#{self._position} {call}".encode()[:_DESCRIPTION_BYTES]
         descriptions[own, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         flight = connections.start(
-            Channel.DESCRIPTION,
+            Tag.DESCRIPTION,
             [(peer, descriptions[peer]) for peer in connections.peers],
             [(peer, descriptions[own]) for peer in connections.peers],
             label=call.label,

@@ -23,8 +23,8 @@ from .reduction import REDUCE_DTYPES, combine
 class GlooCommunicator(Communicator):
     """Collectives over connections of its own; a group of one rank has none, and copies.
 
-    What is small travels with the message in which the ranks agree on the collective, all else
-    right after it. Every sum is taken in the order of ranks, so results repeat; that of an
+    What is small travels in the message in which the ranks agree on the collective, all else
+    beside it. Every sum is taken in the order of ranks, so results repeat; that of an
     all-reduce by one rank for all or by all alike, so every rank has the same bits.
     """
 
@@ -69,12 +69,13 @@ class GlooCommunicator(Communicator):
         if self._is_alone(label):
             _copy(parts, slots[0])
         elif _is_small(parts):
-            for row, slot in zip(self._agreement.reach(call, to_all=parts), slots, strict=True):
+            payloads = self._agreement.propose(call, to_all=parts).settle()
+            for row, slot in zip(payloads, slots, strict=True):
                 _unpack(row, slot)
         else:
-            self._agreement.reach(call)
+            proposal = self._agreement.propose(call)
             _copy(parts, slots[self.rank])
-            self._exchange.gather(slots, parts, label=label)
+            self._exchange.gather(slots, parts, proposal)
 
     def _reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Op, *, label: str
@@ -84,11 +85,10 @@ class GlooCommunicator(Communicator):
         if self._is_alone(label):
             _copy(slots[0], results)
         elif _is_small(results):
-            payloads = self._agreement.reach(call, to_each=lambda rank: _as_bytes(slots[rank]))
-            self._combine_rows(payloads, results, op)
+            proposal = self._agreement.propose(call, to_each=lambda rank: _as_bytes(slots[rank]))
+            self._combine_rows(proposal.settle(), results, op)
         else:
-            self._agreement.reach(call)
-            self._exchange.reduce(results, slots, op, label=label)
+            self._exchange.reduce(results, slots, op, self._agreement.propose(call))
 
     def _all_reduce(self, buffers: Sequence[Tensor], op: Op, *, label: str) -> None:
         call = _call("all_reduce", buffers, label, detail=f" {op.value}")
@@ -96,11 +96,10 @@ class GlooCommunicator(Communicator):
         if self._is_alone(label):
             return
         if _is_small(results):
-            payloads = self._agreement.reach(call, to_all=_as_bytes(results))
-            self._combine_rows(payloads, results, op)
+            proposal = self._agreement.propose(call, to_all=_as_bytes(results))
+            self._combine_rows(proposal.settle(), results, op)
         else:
-            self._agreement.reach(call)
-            self._exchange.reduce_to_all(results, op, label=label)
+            self._exchange.reduce_to_all(results, op, self._agreement.propose(call))
 
     def _broadcast(self, buffers: Sequence[Tensor], source: int, *, label: str) -> None:
         call = _call("broadcast", buffers, label, detail=f" from rank {source} of the group")
@@ -109,12 +108,11 @@ class GlooCommunicator(Communicator):
             return
         if _is_small(parts):
             payload = parts if self.rank == source else ()
-            row = self._agreement.reach(call, to_all=payload)[source]
+            payloads = self._agreement.propose(call, to_all=payload).settle()
             if self.rank != source:
-                _unpack(row, parts)
+                _unpack(payloads[source], parts)
         else:
-            self._agreement.reach(call)
-            self._exchange.spread(parts, source, label=label)
+            self._exchange.spread(parts, source, self._agreement.propose(call))
 
     def _is_alone(self, label: str) -> bool:
         if self._closed:

@@ -36,15 +36,13 @@ class _PointToPoint(Protocol):
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work: ...
 
 
-class Channel(IntEnum):
-    """Messages between two ranks arrive in order per channel; kinds that could be confused
-    when ranks have diverged travel on channels of their own."""
+class Tag(IntEnum):
+    """Messages between two ranks are told apart by a tag, and arrive in order under each."""
 
     HEADER = 0
-    FIRST_ROUND = 1
-    SECOND_ROUND = 2
-    DESCRIPTION = 3
-    NEVER_SENT = 4
+    DESCRIPTION = 1
+    NEVER_SENT = 2
+    FIRST_FOR_DATA = 2**30
 
 
 class Connections:
@@ -96,23 +94,23 @@ class Connections:
 
     def start(
         self,
-        channel: Channel,
+        tag: int,
         receives: Iterable[tuple[int, Tensor]],
         sends: Iterable[tuple[int, Tensor]],
         *,
         label: str,
     ) -> Flight:
-        """Start messages of contiguous tensors. Both ends must give the same lengths in bytes:
-        gloo ends the process otherwise."""
+        """Start messages of contiguous tensors. Both ends must give messages of a tag the same
+        lengths in bytes: gloo ends the process otherwise."""
         gloo = self._require_open(label)
         flight: Flight = []
         peer = self.rank
         try:
             # Receives first: a peer sends only once it knows where the message goes.
             for peer, tensor in receives:
-                flight.append((peer, gloo.recv([tensor], peer, channel)))
+                flight.append((peer, gloo.recv([tensor], peer, tag)))
             for peer, tensor in sends:
-                flight.append((peer, gloo.send([tensor], peer, channel)))
+                flight.append((peer, gloo.send([tensor], peer, tag)))
         except RuntimeError as error:
             self._fail([peer], error, flight, label=label)
         return flight
@@ -140,7 +138,7 @@ class Connections:
             return
         for peer in self.peers:
             try:
-                receive = gloo.recv([torch.empty(1)], peer, Channel.NEVER_SENT)
+                receive = gloo.recv([torch.empty(1)], peer, Tag.NEVER_SENT)
                 receive.wait(timedelta(milliseconds=1))
             except RuntimeError:
                 pass  # It ran out of time, or its connection was cut before.

@@ -1,6 +1,6 @@
 """Collectives over more data than fits into one message: cut into chunks that overlap.
 
-Knows who sends what to whom; does not check that the ranks want the same.
+Knows who sends what to whom.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from polyshard.spi import Op
 
+from .agreement import Proposal
 from .chunks import Chunk, Room, Staging, cut
-from .connections import Channel, Connections
+from .connections import Connections
 from .reduction import combine
 
 # A message is long enough that its fixed costs vanish, and short enough to be in a cache still
@@ -29,34 +30,36 @@ Slots: TypeAlias = Sequence[Sequence[Tensor]]
 class Exchange:
     """Every rank sends straight to every other; what needs no arithmetic needs no copy either.
 
-    All methods block until this rank has its results and gloo has taken what it sends. Every
-    rank must pass the same lengths.
+    All methods block until this rank has its results and gloo has taken what it sends. The
+    first data is under way before the ranks have agreed on the call; no later data is.
     """
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
         self._staging = Staging(_STAGING_BYTES)
 
-    def gather(self, slots: Slots, parts: Sequence[Tensor], *, label: str) -> None:
+    def gather(self, slots: Slots, parts: Sequence[Tensor], proposal: Proposal) -> None:
         """``slots[rank]`` of every other rank becomes that rank's ``parts``."""
         connections = self._connections
+        tag, label = proposal.data_tag, proposal.call.label
 
         def move(chunk: Chunk, room: Room) -> Iterator[None]:
             receives = [(peer, chunk.run(slots[peer], room)) for peer in connections.peers]
             own = chunk.loaded(parts, room)
             sends = [(peer, own) for peer in connections.peers]
-            flight = connections.start(Channel.FIRST_ROUND, receives, sends, label=label)
+            flight = connections.start(tag, receives, sends, label=label)
             yield
             connections.finish(flight, label=label)
             for peer, run in receives:
                 chunk.store(slots[peer], run)
 
-        self._overlap(parts, move)
+        self._overlap(parts, move, proposal)
 
-    def reduce(self, outputs: Sequence[Tensor], slots: Slots, op: Op, *, label: str) -> None:
+    def reduce(self, outputs: Sequence[Tensor], slots: Slots, op: Op, proposal: Proposal) -> None:
         """``outputs`` become the ranks' combined ``slots[this rank]``; they may be the same
         memory."""
         connections, own = self._connections, self._connections.rank
+        tag, label = proposal.data_tag, proposal.call.label
 
         def move(chunk: Chunk, room: Room) -> Iterator[None]:
             dtype = outputs[0].dtype
@@ -66,19 +69,20 @@ class Exchange:
             ]
             receives = [(peer, contributions[peer]) for peer in connections.peers]
             sends = [(peer, chunk.loaded(slots[peer], room)) for peer in connections.peers]
-            flight = connections.start(Channel.FIRST_ROUND, receives, sends, label=label)
+            flight = connections.start(tag, receives, sends, label=label)
             yield
             connections.finish(flight, label=label)
             output = chunk.run(outputs, room)
             combine(output, contributions, op, own=own, take=room.take)
             chunk.store(outputs, output)
 
-        self._overlap(outputs, move)
+        self._overlap(outputs, move, proposal)
 
-    def reduce_to_all(self, buffers: Sequence[Tensor], op: Op, *, label: str) -> None:
+    def reduce_to_all(self, buffers: Sequence[Tensor], op: Op, proposal: Proposal) -> None:
         """``buffers`` become the ranks' combined ones: every rank combines a part of each chunk
         and sends it to all."""
         connections, own = self._connections, self._connections.rank
+        tag, label = proposal.data_tag, proposal.call.label
 
         def move(chunk: Chunk, room: Room) -> Iterator[None]:
             whole = chunk.loaded(buffers, room)
@@ -90,37 +94,38 @@ class Exchange:
             ]
             receives = [(peer, contributions[peer]) for peer in connections.peers]
             sends = [(peer, parts[peer]) for peer in connections.peers]
-            flight = connections.start(Channel.FIRST_ROUND, receives, sends, label=label)
+            flight = connections.start(tag, receives, sends, label=label)
             yield
             connections.finish(flight, label=label)
             combine(parts[own], contributions, op, own=own, take=room.take)
             receives = [(peer, parts[peer]) for peer in connections.peers]
             sends = [(peer, parts[own]) for peer in connections.peers]
-            flight = connections.start(Channel.SECOND_ROUND, receives, sends, label=label)
+            flight = connections.start(tag + 1, receives, sends, label=label)
             connections.finish(flight, label=label)
             chunk.store(buffers, whole)
 
-        self._overlap(buffers, move, share=connections.size)
+        self._overlap(buffers, move, proposal, share=connections.size)
 
-    def spread(self, buffers: Sequence[Tensor], source: int, *, label: str) -> None:
+    def spread(self, buffers: Sequence[Tensor], source: int, proposal: Proposal) -> None:
         """Every rank's ``buffers`` become those of ``source``."""
         connections = self._connections
+        tag, label = proposal.data_tag, proposal.call.label
 
         def move(chunk: Chunk, room: Room) -> Iterator[None]:
             if connections.rank == source:
                 own = chunk.loaded(buffers, room)
                 sends = [(peer, own) for peer in connections.peers]
-                flight = connections.start(Channel.FIRST_ROUND, [], sends, label=label)
+                flight = connections.start(tag, [], sends, label=label)
                 yield
                 connections.finish(flight, label=label)
             else:
                 run = chunk.run(buffers, room)
-                flight = connections.start(Channel.FIRST_ROUND, [(source, run)], [], label=label)
+                flight = connections.start(tag, [(source, run)], [], label=label)
                 yield
                 connections.finish(flight, label=label)
                 chunk.store(buffers, run)
 
-        self._overlap(buffers, move)
+        self._overlap(buffers, move, proposal)
 
     def close(self) -> None:
         """Give staging memory back."""
@@ -130,6 +135,7 @@ class Exchange:
         self,
         tensors: Sequence[Tensor],
         move: Callable[[Chunk, Room], Iterator[None]],
+        proposal: Proposal,
         *,
         share: int = 1,
     ) -> None:
@@ -147,6 +153,8 @@ class Exchange:
             room.clear()
             newer = move(chunk, room)
             next(newer)
+            if chunk is chunks[0]:
+                proposal.settle()
             _run_to_end(older)
             older = newer
         _run_to_end(older)

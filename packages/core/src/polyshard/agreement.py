@@ -1,4 +1,4 @@
-"""Small exchanges by which all ranks decide alike at the end of a backward.
+"""Small exchanges by which all ranks decide alike.
 
 Knows transports and units' numbers; decides nothing itself.
 """
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from .spi import Op
 from .transport import Transport
@@ -32,17 +33,30 @@ def agree_on_order(completed: Sequence[int], num_units: int, transport: Transpor
     return [index for index in message.tolist() if index >= 0]
 
 
+def agree_on_written(unit: Unit) -> list[bool]:
+    """Per parameter of the unit, whether its full weight was written, on any rank."""
+    transport = unit.transport
+    message = unit.written()
+    label = f"{unit.name}: written weights"
+    _sum_over_ranks(message, transport, label)
+    return [seen > 0 for seen in message.tolist()]
+
+
 def agree_on_reopened(units: Sequence[Unit], transports: Sequence[Transport]) -> set[int]:
     """Units that got another gradient after their reduction, on any rank."""
     reopened = torch.tensor([float(unit.started) for unit in units])
     label = "gradients after their reduction"
     for transport in transports:
         message = reopened.to(transport.device)
-        lane = transport.reduce_lane
-        lane.wait(transport.mark_compute())
-        for communicator in transport.communicators("reduce").values():
-            reduce = partial(communicator.all_reduce, [message], Op.SUM, label=label)
-            lane.submit(reduce, label=label)
-        transport.compute_lane.wait(lane.mark())
+        _sum_over_ranks(message, transport, label)
         reopened = message.cpu()
     return {index for index, seen in enumerate(reopened.tolist()) if seen > 0}
+
+
+def _sum_over_ranks(message: Tensor, transport: Transport, label: str) -> None:
+    lane = transport.reduce_lane
+    lane.wait(transport.mark_compute())
+    for communicator in transport.communicators("reduce").values():
+        reduce = partial(communicator.all_reduce, [message], Op.SUM, label=label)
+        lane.submit(reduce, label=label)
+    transport.compute_lane.wait(lane.mark())

@@ -184,13 +184,8 @@ class ParameterGroup:
     def _fill_main(self) -> None:
         """Sharded axes keep each rank's own rows; replicated axes take the first rank's values."""
         with torch.no_grad():
-            for index, parameter in enumerate(self.parameters):
-                local = self.main.view(index)
-                rows = parameter.full.detach()
-                if self.main.num_shards > 1:
-                    start, stop = self.main.rows(index)
-                    rows = (rows if rows.dim() else rows.view(1))[start:stop]
-                local.copy_(rows)
+            for index in range(len(self.parameters)):
+                self.main.view(index).copy_(self._main_rows(index))
         replicated = [
             axis
             for axis, placement in enumerate(self.placements.optimizer)
@@ -290,25 +285,45 @@ class ParameterGroup:
                 return parameter
         return None
 
-    def write_back(self) -> None:
-        """Copy the full parameters into the main weights, each rank its own rows.
+    def written(self) -> Tensor:
+        """Per parameter, 1.0 where the full one is not what it was gathered as, on this rank."""
+        assert self._stamped is not None
+        if self.full is self.main:
+            versions = zip(self.parameters, self._stamped, strict=True)
+            changed = [parameter.full._version != version for parameter, version in versions]
+            return torch.tensor(changed, dtype=torch.float32, device=self.transport.device)
+        pairs = [(self.main.view(i), self._main_rows(i)) for i in range(len(self.parameters))]
+        return torch.stack([(ours.to(full.dtype) != full).any() for ours, full in pairs]).float()
+
+    def write_back(self, written: Sequence[bool]) -> None:
+        """Copy full parameters into the main weights, each rank its own rows.
 
         Where the main weight is more precise, rows that still equal its rounded value keep it.
+
+        Args:
+            written: which parameters; the same on every rank, for it decides what is gathered anew.
         """
-        if self.full is self.main:
-            for parameter in self.parameters:
-                parameter.sharded.writes.count += 1
-            return
+        assert self._stamped is not None
         for index, parameter in enumerate(self.parameters):
-            rows = parameter.full.detach()
-            if self.main.num_shards > 1:
-                start, stop = self.main.rows(index)
-                rows = (rows if rows.dim() else rows.view(1))[start:stop]
-            local = self.main.view(index)
-            if local.dtype != rows.dtype:
-                rows = torch.where(local.to(rows.dtype) == rows, local, rows.to(local.dtype))
-            local.copy_(rows)
-            parameter.sharded.writes.count += 1
+            if not written[index]:
+                continue
+            if self.full is not self.main:
+                local, rows = self.main.view(index), self._main_rows(index)
+                if local.dtype != rows.dtype:
+                    rows = torch.where(local.to(rows.dtype) == rows, local, rows.to(local.dtype))
+                local.copy_(rows)
+            # The epoch goes on where the full parameter's version stands: what was computed from
+            # it since its last write was computed from these weights.
+            writes = parameter.full._version - self._stamped[index]
+            parameter.sharded.writes.count += max(1, writes)
+
+    def _main_rows(self, index: int) -> Tensor:
+        """The rows of full parameter ``index`` that the main weight holds here."""
+        rows = self.parameters[index].full.detach()
+        if self.main.num_shards == 1:
+            return rows
+        start, stop = self.main.rows(index)
+        return (rows if rows.dim() else rows.view(1))[start:stop]
 
     @contextmanager
     def whole_main(self) -> Iterator[DBuffer]:

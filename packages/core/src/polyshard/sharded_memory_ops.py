@@ -104,14 +104,15 @@ def copy_into(func: Callable[..., Any]) -> Handler:
                 "Copy from full_tensor(), which all ranks call.",
             )
         geometry = target._geometry
+        if isinstance(source, DTensor) and not isinstance(source, cls):
+            # As torch.distributed.checkpoint.state_dict hands them in; collective.
+            source = source.full_tensor()
         if isinstance(source, cls):
             if source._geometry is not geometry:
                 refuse_unlike(target, func, source)
             rows = source._local_tensor
         elif geometry.is_partial:
             refuse(target, func, INCOMPLETE, AFTER_LAST_MICROBATCH)
-        elif isinstance(source, DTensor):
-            refuse_plain(target, func, source)
         elif source.numel() == 1 and source.dim() <= target.dim():
             rows = source.reshape(1) if not geometry.shape and geometry.split else source
         elif source.shape == geometry.shape:

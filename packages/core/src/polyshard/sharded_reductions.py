@@ -110,33 +110,30 @@ def _norm(tensor: ShardedTensor, func: OpOverload, arguments: Arguments) -> Tens
 def _norms(
     tensors: Sequence[ShardedTensor], order: float, dtype: torch.dtype | None
 ) -> list[Tensor]:
-    """Vector norms of split tensors; one gather per mesh and axes they are split over."""
-    parts: list[Tensor] = []
+    """Vector norms of split tensors; one gather per mesh, axes they are split over, and dtype."""
     together: dict[object, list[int]] = {}
     for index, tensor in enumerate(tensors):
         geometry = tensor._geometry
         assert geometry.split is not None
-        given = _local_or_dummy(tensor) if dtype is None else _local_or_dummy(tensor).to(dtype)
-        wide = None if given.is_complex() else accumulation_dtype(given.dtype)
-        part = torch.linalg.vector_norm(given, order, dtype=wide)
-        if tensor._local_tensor.numel() == 0:
-            # What leaves the norm of the parts' norms as it is.
-            part.fill_(math.inf if order < 0 else 0)
-        parts.append(part)
-        key = (id(geometry.mesh), geometry.split.axis_order, part.dtype, part.device)
+        key = (id(geometry.mesh), geometry.split.axis_order, tensor.dtype, tensor.device)
         together.setdefault(key, []).append(index)
-    norms: list[Tensor] = list(parts)
+    norms: dict[int, Tensor] = {}
     for indices in together.values():
-        stacked = torch.stack([parts[index] for index in indices])
-        gathered = gather_over_shards(stacked, tensors[indices[0]]._geometry)
+        members = [tensors[index] for index in indices]
+        given = [_local_or_dummy(member).to(dtype or member.dtype) for member in members]
+        wide = None if given[0].is_complex() else accumulation_dtype(given[0].dtype)
+        parts = torch.stack(torch._foreach_norm(given, order, wide))
+        without_rows = [member._local_tensor.numel() == 0 for member in members]
+        # What leaves the norm of the parts' norms as it is.
+        parts[without_rows] = math.inf if order < 0 else 0
+        gathered = gather_over_shards(parts, members[0]._geometry)
         if order == 0:
             totals = gathered.sum(0)
         else:
             totals = torch.linalg.vector_norm(gathered, order, dim=0)
-        for index, total in zip(indices, totals.unbind(0), strict=True):
-            result = dtype or tensors[index].dtype
-            norms[index] = total.to(result.to_real() if result.is_complex else result)
-    return norms
+        result = given[0].dtype.to_real() if given[0].is_complex() else given[0].dtype
+        norms.update(zip(indices, totals.to(result).unbind(0), strict=True))
+    return [norms[index] for index in range(len(tensors))]
 
 
 _Reduction = Callable[["ShardedTensor", OpOverload, Arguments], Tensor]

@@ -71,9 +71,6 @@ class ShardedTensor(DTensor):
     def __new__(cls, *args: object, **kwargs: object) -> ShardedTensor:
         raise TypeError("a ShardedTensor is made by ShardedTensor.wrap(...)")
 
-    def __init__(self, *args: object, **kwargs: object) -> None:  # pragma: no cover
-        raise TypeError("a ShardedTensor is made by ShardedTensor.wrap(...)")
-
     @classmethod
     def wrap(
         cls,
@@ -312,9 +309,6 @@ class ShardedTensor(DTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         """Independent rows, counter and gradient; aliases copied together stay aliases."""
-        if id(self) in memo:
-            known: ShardedTensor = memo[id(self)]
-            return known
         if not self.is_leaf:
             raise RuntimeError(
                 f"{self._name!r}: only graph leaves can be deep-copied; detach() it first."

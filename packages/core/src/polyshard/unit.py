@@ -129,13 +129,24 @@ class Unit:
         for parameter in self.parameters:
             parameter.show_sharded()
 
-    def write_back(self) -> None:
-        """Take what the full parameters hold now into the main weights."""
+    def written(self) -> Tensor:
+        """Per parameter, 1.0 where the full one was written since it was gathered, on this rank."""
+        return torch.cat([group.written() for group in self.groups])
+
+    def write_back(self, written: Sequence[bool]) -> None:
+        """Take the full parameters that were ``written`` on any rank into the main weights."""
+        start = 0
         for group in self.groups:
-            group.write_back()
+            group.write_back(written[start : start + len(group.parameters)])
+            start += len(group.parameters)
 
     def refuse_writes(self) -> None:
-        """Raise if the forward that just ran overwrote a gathered weight: it would be lost."""
+        """Raise if the forward that just ran overwrote a gathered weight: it would be lost.
+
+        Not so inside `unsharded`, which may write, and whose end keeps what was written.
+        """
+        if self.held:
+            return
         for group in self.groups:
             written = group.written_in_forward()
             if written is not None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .agreement import agree_on_written
 from .context import unit_of
 from .unit import Unit
 
@@ -45,7 +46,8 @@ def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True
         if writeback:
             with torch.no_grad():
                 for unit in units:
-                    unit.write_back()
+                    if unit.groups:
+                        unit.write_back(agree_on_written(unit))
     finally:
         for unit in units:
             if unit in entered:
