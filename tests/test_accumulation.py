@@ -143,7 +143,12 @@ def look(model: nn.Module) -> State:
 
 
 def check(
-    placements: Placements, plan: Plan, *, bf16: bool = False, factor: float = 1.0, divisor=1.0
+    placements: Placements,
+    plan: Plan,
+    *,
+    bf16: bool = False,
+    factor: float = 1.0,
+    divisor: float = 1.0,
 ) -> list[list[State]]:
     """The states of every rank after each entry, whose gradients are those of one process."""
     expected = plain(plan, bf16=bf16, factor=factor / divisor)

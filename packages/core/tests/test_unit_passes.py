@@ -101,7 +101,9 @@ class TestFailures:
                     loss_of(model, 9).backward()
                 for handle in handles:
                     handle.remove()
+                assert all(isinstance(shown, ShardedTensor) for shown in model.parameters())
                 model.zero_grad()
+                assert all(parameter.grad is None for parameter in model.parameters())
             for module, optimizer in zip(pair, optimizers, strict=True):
                 loss_of(module, step).backward()
                 optimizer.step()
@@ -110,7 +112,7 @@ class TestFailures:
         assert_same_weights(model, reference)
 
     @pytest.mark.parametrize("when", ["after forward", "in backward"])
-    def test_accumulated_gradients_survive(self, pair: Pair, when: str) -> None:
+    def test_accumulated_gradients_survive(self, pair: Pair, when: str, reshard: bool) -> None:
         """What earlier backwards accumulated is still there after one that failed."""
         model, reference = pair
         for module in pair:
@@ -120,6 +122,8 @@ class TestFailures:
             loss_of(model, 9).backward()
         for handle in handles:
             handle.remove()
+        if when == "in backward" and reshard:
+            assert_at_rest(model)
         assert_same_grads(model, reference)
         for module in pair:
             loss_of(module, 1).backward()
@@ -295,17 +299,18 @@ class Checkpointed(nn.Module):
 
 
 class CheckpointingBlock(Block):
-    """Recomputes its own inner layers."""
+    """Recomputes its own inner layers, and uses a parameter of its own there."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__(6)
+        self.scale = nn.Parameter(torch.randn(6))
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         return x + checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
     def inner(self, x: Tensor) -> Tensor:
-        return self.narrow(torch.relu(self.widen(x)))
+        return self.narrow(torch.relu(self.widen(x))) * self.scale
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved"])
@@ -373,7 +378,7 @@ class TestCheckpointing:
         handles = fail_in(model.blocks[1].widen, "after forward")
         with pytest.raises(Failure):
             loss.backward()
-        del loss
+        assert_at_rest(model)
         handles[0].remove()
         model.zero_grad()
         for module in (model, reference):

@@ -83,25 +83,26 @@ class BackwardSession:
     """The outermost backward and the ones nested in it (reentrant checkpointing).
 
     ``on_end`` runs once, when the outermost has finished. A backward that raised never calls
-    back; its task object dies with it, so it cannot be mistaken for a running outer one.
+    back; its task object dies with it, so it cannot be mistaken for a running outer one, and
+    ``on_failure`` runs then, before the caller sees the exception.
     """
 
-    def __init__(self, on_end: Callable[[], None]) -> None:
-        self._on_end = on_end
+    def __init__(self, on_end: Callable[[], None], on_failure: Callable[[], None]) -> None:
+        self._on_end, self._on_failure = on_end, on_failure
         self._tasks: list[weakref.ref[_Task]] = []
         self.nested = False
 
     def enter(self) -> None:
         """Note that the current backward concerns us; cheap when it is already known."""
         current = current_graph_task()
-        alive = [task for reference in self._tasks if (task := reference()) is not None]
-        if any(task.id == current for task in alive):
+        alive = [reference for reference in self._tasks if reference() is not None]
+        if any((task := reference()) and task.id == current for reference in alive):
             return
         if not alive:
             self.nested = False
         task = _Task(current)
         self.nested = self.nested or bool(alive)
-        self._tasks = [weakref.ref(known) for known in (*alive, task)]
+        self._tasks = [*alive, weakref.ref(task, self._failed)]
 
         def finished() -> None:
             self._leave(task)
@@ -117,3 +118,10 @@ class BackwardSession:
         self._tasks = [known for known in self._tasks if known() not in (None, task)]
         if not self._tasks:
             self._on_end()
+
+    def _failed(self, reference: weakref.ref[_Task]) -> None:
+        """A task died that has not left."""
+        if reference in self._tasks:
+            self._tasks.remove(reference)
+            if not self.running:
+                self._on_failure()

@@ -208,6 +208,8 @@ class FsdpContext:
     def gather_for_backward(self, unit: Unit, forward_pass: ForwardPass) -> None:
         """Backward is about to use the unit's weights."""
         self.enter_backward(forward_pass)
+        # Recomputation inside the unit looks its parameters up.
+        unit.show_full()
         if unit.entered_backward and unit.ready:
             return
         unit.submit_gather(forward=False)
@@ -255,6 +257,7 @@ class FsdpContext:
         if self._backward_order is not None:
             self._backward_order = self._backward_order.next()
         for unit in units:
+            unit.show_sharded()
             unit.entered_backward = False
             unit.pending_inputs = 0
             if backward.final:
@@ -374,4 +377,4 @@ def _drop_failed_backward() -> None:
             context.abandon()
 
 
-_session = BackwardSession(_finish_active)
+_session = BackwardSession(_finish_active, _drop_failed_backward)

@@ -340,6 +340,8 @@ class GroupGradients:
 
     def release_input(self) -> None:
         """Give back the reduce input, once nothing reads it any more."""
+        if self._target is not None:
+            return  # it is being filled again: gradients came after their unit's reduction
         if self._input_ticket is not None:
             self.transport.compute_lane.wait(self._input_ticket)
             self._input_ticket = None

@@ -114,10 +114,7 @@ class ParameterGroup:
     def install(self) -> None:
         """Turn the users' parameters into views of ``full`` and make their sharded faces."""
         with torch.no_grad():
-            self.full.storage.acquire()
-            views = [self.full.view(index) for index in range(len(self.parameters))]
-            if self.full is not self.main:
-                self.full.storage.release()
+            views = self._views_of_full()
             for index, parameter in enumerate(self.parameters):
                 sharded = self.wrap(self.main.view(index), index, self.placements.optimizer)
                 requires_grad = parameter.full.requires_grad
@@ -133,6 +130,16 @@ class ParameterGroup:
         self.gradients.install(self.wrap)
         self.sync_requires_grad()
         self._stamp_released()
+
+    def _views_of_full(self) -> list[Tensor]:
+        """Every tensor of ``full``, made while it has memory; its contents are nobody's."""
+        storage = self.full.storage
+        if self.full is not self.main:  # which must not be acquired: that would lose the weights
+            storage.acquire()
+        views = [self.full.view(index) for index in range(len(self.parameters))]
+        if self.full is not self.main:
+            storage.release()
+        return views
 
     def wrap(self, local: Tensor, index: int, placements: Sequence[Placement]) -> ShardedTensor:
         """``local`` as this rank's rows of tensor ``index`` under ``placements``."""

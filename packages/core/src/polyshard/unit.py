@@ -49,6 +49,7 @@ class Unit:
         self.gathered_numel = sum(group.gathered_numel for group in groups)
         #: Whether entering the unit needs the other ranks.
         self.is_collective = any(group.is_collective for group in groups)
+        self._shows_full = True  # in the places where its parameters are registered
         self.index = 0  # in the context's registration order
         self.depth = 0  # forwards of the module that are running, one inside the other
         self.recomputing = False  # the forward that runs is a recomputation inside a backward
@@ -106,6 +107,7 @@ class Unit:
         if not self.complete:
             return
         if self.pending_inputs <= 0:
+            self.show_sharded()
             self.release()
         elif not (self.held or self.depth or self.pinned):
             for group in self.groups:
@@ -119,13 +121,17 @@ class Unit:
 
     def show_full(self) -> None:
         """Let the module see full parameters."""
+        if self._shows_full:
+            return
+        self._shows_full = True
         for parameter in self.parameters:
             parameter.show_full(self.name)
 
     def show_sharded(self) -> None:
-        """Let the world see sharded parameters, unless an `unsharded` scope is open."""
-        if self.held:
+        """Let the world see sharded parameters, unless a forward or `unsharded` scope is open."""
+        if self.held or self.depth or not self._shows_full:
             return
+        self._shows_full = False
         for parameter in self.parameters:
             parameter.show_sharded()
 
