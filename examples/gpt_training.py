@@ -33,7 +33,7 @@ class Recipe:
 
     strategy: str
     backend: str | None = None
-    steps: int = 250
+    steps: int = 120
     batch_size: int = 4
     learning_rate: float = 1e-3
     seed: int = 0

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -48,26 +49,31 @@ class Ledger:
             self.most = Counter(self.now)
 
 
-class WatchedGloo(GlooBackend):
-    """Counts what its buffers hold, and notes the labels of submitted work, lane by lane."""
+class _NotedGloo(GlooBackend):
+    """Sees all work on its way to the lanes, and notes its labels, lane by lane."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels: dict[LaneRole, list[str]] = {role: [] for role in self._lanes}
+        self._noted = {
+            role: _NotedLane(lane, partial(self._pass_on, role))
+            for role, lane in self._lanes.items()
+        }
+
+    def lane(self, role: LaneRole, device: torch.device) -> Lane:
+        return self._noted[role]
+
+    def _pass_on(self, role: LaneRole, work: Work, label: str) -> Work:
+        self.labels[role].append(label)
+        return work
+
+
+class WatchedGloo(_NotedGloo):
+    """Counts what its buffers hold."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ledger = Ledger()
-        self.labels: dict[LaneRole, list[str]] = {"gather": [], "reduce": [], "outer": []}
-        self._through = {
-            role: _LaneThrough(lane, self._note(role)) for role, lane in self._lanes.items()
-        }
-
-    def lane(self, role: LaneRole, device: torch.device) -> Lane:
-        return self._through[role]
-
-    def _note(self, role: LaneRole) -> Callable[[Work, str], Work]:
-        def note(work: Work, label: str) -> Work:
-            self.labels[role].append(label)
-            return work
-
-        return note
 
     def allocate(
         self,
@@ -81,7 +87,7 @@ class WatchedGloo(GlooBackend):
         return _CountedBuffer(self.ledger, kind, numel, dtype, device, lifetime)
 
 
-class RestlessGloo(GlooBackend):
+class RestlessGloo(_NotedGloo):
     """Delays all submitted work by random times, and fills memory that holds nothing with NaN.
 
     Released memory is not given back but filled as well, so that a read that comes too late, or
@@ -90,13 +96,17 @@ class RestlessGloo(GlooBackend):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self._through = {
-            role: _LaneThrough(lane, _delay(random.Random(f"{seed} {role}")))
-            for role, lane in self._lanes.items()
-        }
+        self._generators = {role: random.Random(f"{seed} {role}") for role in self._lanes}
 
-    def lane(self, role: LaneRole, device: torch.device) -> Lane:
-        return self._through[role]
+    def _pass_on(self, role: LaneRole, work: Work, label: str) -> Work:
+        work = super()._pass_on(role, work, label)
+        seconds = self._generators[role].uniform(0, LONGEST_DELAY_SECONDS)
+
+        def late() -> None:
+            time.sleep(seconds)
+            work()
+
+        return late
 
     def allocate(
         self,
@@ -109,14 +119,14 @@ class RestlessGloo(GlooBackend):
         return _PoisonedBuffer(numel, dtype, device, lifetime)
 
 
-class _LaneThrough(Lane):
-    """A lane that changes work on its way to another."""
+class _NotedLane(Lane):
+    """A lane that has work changed on its way to another."""
 
-    def __init__(self, lane: Lane, change: Callable[[Work, str], Work]) -> None:
-        self._lane, self._change = lane, change
+    def __init__(self, lane: Lane, pass_on: Callable[[Work, str], Work]) -> None:
+        self._lane, self._pass_on = lane, pass_on
 
     def submit(self, work: Work, *, label: str) -> None:
-        self._lane.submit(self._change(work, label), label=label)
+        self._lane.submit(self._pass_on(work, label), label=label)
 
     def mark(self) -> Ticket:
         return self._lane.mark()
@@ -126,19 +136,6 @@ class _LaneThrough(Lane):
 
     def synchronize(self, timeout: float) -> None:
         self._lane.synchronize(timeout)
-
-
-def _delay(generator: random.Random) -> Callable[[Work, str], Work]:
-    def delay(work: Work, _label: str) -> Work:
-        seconds = generator.uniform(0, LONGEST_DELAY_SECONDS)
-
-        def later() -> None:
-            time.sleep(seconds)
-            work()
-
-        return later
-
-    return delay
 
 
 class _CountedBuffer(StorageBuffer):

@@ -360,10 +360,10 @@ def run_programs(text: str, *, first_ends_first: bool) -> list[tuple[int, str, s
         ]
         try:
             if first_ends_first:
-                ranks[0].wait(120)
+                ranks[0].wait(200)
             results = []
             for process in ranks:
-                output, errors = process.communicate("", timeout=120)
+                output, errors = process.communicate("", timeout=200)
                 results.append((process.returncode, output.strip(), errors.strip()))
             return results
         finally:

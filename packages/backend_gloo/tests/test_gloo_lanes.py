@@ -303,7 +303,7 @@ class TestLifetime:
             "raise SystemExit(3)"
         )
         ended = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=200
         )
         assert (ended.returncode, ended.stdout, ended.stderr) == (3, "", "")
 
@@ -320,7 +320,7 @@ class TestLifetime:
             "else: os.waitpid(child, 0)\n"
         )
         ended = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=200
         )
         assert ended.returncode == 0
         assert "unit: lane 'gather' has stopped" in ended.stdout

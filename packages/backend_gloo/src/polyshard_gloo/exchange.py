@@ -20,7 +20,7 @@ from .reduction import combine
 
 # A message is long enough that its fixed costs vanish, and short enough to be in a cache still
 # when it is used; with many ranks it is shorter, so that what all of them send has a bound.
-_MESSAGE_BYTES = 4 * 2**20
+_MESSAGE_BYTES = 2 * 2**20
 _STAGING_BYTES = 48 * 2**20
 
 #: A list of tensors for each rank of the group.

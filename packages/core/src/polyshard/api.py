@@ -12,8 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 from torch.nn.parameter import is_lazy
 
+from .autograd import set_versions
 from .backends import choose_backend
 from .context import FsdpContext, context_of, register_unit, unit_of
 from .errors import PlacementError, UnsupportedError
@@ -335,27 +337,30 @@ def _refuse_unbuilt(placements: Placements, mesh: DeviceMesh) -> None:
 
 def _install(unit: Unit, module: nn.Module, owners: list[nn.Module]) -> None:
     """Change the module; if anything fails, change it back."""
-    data = [(parameter, parameter.full.data, parameter.full.grad) for parameter in unit.parameters]
+    before = [(p, p.full.data, p.full.grad, p.full._version) for p in unit.parameters]
     original = type(module)
-    handles = []
+    handles: list[RemovableHandle] = []
     try:
         for group in unit.groups:
             group.install()
         for parameter in unit.parameters:
             parameter.full._polyshard_owner = weakref.ref(unit)  # type: ignore[attr-defined]
         register_unit(module, unit)
-        handles = attach(unit, module, owners)
+        attach(unit, module, owners, handles)
         attach_mixin(module)
         unit.show_sharded()
     except BaseException:
         for handle in handles:
             handle.remove()
+        for group in unit.groups:
+            group.uninstall()
         module.__dict__.pop("_polyshard_unit", None)
         if type(module) is not original:
             module.__class__ = original
-        for parameter, values, grad in data:
+        for parameter, values, grad, version in before:
             for slot in parameter.slots:
                 slot.holder[slot.name] = parameter.full
             parameter.full.data, parameter.full.grad = values, grad
+            set_versions([parameter.full], [version])
             vars(parameter.full).pop("_polyshard_owner", None)
         raise

@@ -6,6 +6,7 @@ Knows units and the schedule's decisions; knows nothing of what modules compute,
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -17,6 +18,7 @@ from .agreement import agree_on_order, agree_on_reopened
 from .autograd import BackwardSession, current_graph_task
 from .backward import BackwardPass
 from .errors import BackendError, UnsupportedError
+from .group import ParameterGroup
 from .schedule import prefetch, reduction_order
 from .sharded_tensor import dispatch_is_honoured
 from .spi import Traffic
@@ -205,28 +207,35 @@ class FsdpContext:
         if forward_pass is not None:
             self.backward.final = self.backward.final or forward_pass.is_last
 
-    def gather_for_backward(self, unit: Unit, forward_pass: ForwardPass) -> None:
-        """Backward is about to use the unit's weights."""
+    def gather_for_backward(
+        self, unit: Unit, groups: Sequence[ParameterGroup], forward_pass: ForwardPass
+    ) -> None:
+        """Backward is about to use the unit's weights in ``groups``.
+
+        At first all of the unit is gathered; what was released since only where it is used again.
+        """
         self.enter_backward(forward_pass)
         # Recomputation inside the unit looks its parameters up.
         unit.show_full()
-        if unit.entered_backward and unit.ready:
+        if unit.entered_backward:
+            unit.submit_gather(groups, forward=False)
+            unit.await_gather(groups)
             return
         unit.submit_gather(forward=False)
-        if not unit.entered_backward:
-            unit.entered_backward = True
-            policy = unit.schedule
-            assert self._backward_order is not None
-            ahead = self._backward_order.ahead(
-                unit, units=policy.backward_units, elements=policy.backward_elements
-            )
-            for other in ahead:
-                other.submit_gather(forward=False)
+        unit.entered_backward = True
+        policy = unit.schedule
+        assert self._backward_order is not None
+        ahead = self._backward_order.ahead(
+            unit, units=policy.backward_units, elements=policy.backward_elements
+        )
+        for other in ahead:
+            other.submit_gather(forward=False)
         unit.await_gather()
 
     def on_complete(self, unit: Unit) -> None:
         """All gradients of the unit have arrived."""
         assert self.backward is not None
+        unit.completed_backward = True
         unit.release_after_backward()
         # Roots reduce in the reverse order of their forwards.
         later_open = any(
@@ -257,9 +266,7 @@ class FsdpContext:
         if self._backward_order is not None:
             self._backward_order = self._backward_order.next()
         for unit in units:
-            unit.show_sharded()
-            unit.entered_backward = False
-            unit.pending_inputs = 0
+            unit.end_backward()
             if backward.final:
                 unit.entered_forward = unit.pinned = False
             unit.release(copies=backward.final or not self.window_open)

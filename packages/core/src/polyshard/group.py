@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.utils.hooks import RemovableHandle
 
 from .autograd import NEVER_SAVED, set_versions
 from .buffer import DBuffer, ShardGrid, Spreads
@@ -106,7 +107,7 @@ class ParameterGroup:
             tuple[int, tuple[Placement, ...]], tuple[TorchPlacement, ...]
         ] = {}
         self._full_parameters = [parameter.full for parameter in self.parameters]
-        self._hooked: set[int] = set()
+        self._hooked: dict[int, RemovableHandle] = {}
         self._fill_main()
 
     # -- sharding -----------------------------------------------------------------------------
@@ -114,7 +115,11 @@ class ParameterGroup:
     def install(self) -> None:
         """Turn the users' parameters into views of ``full`` and make their sharded faces."""
         with torch.no_grad():
-            views = self._views_of_full()
+            if self.full is not self.main:  # acquiring that would lose the weights it holds
+                self.full.storage.acquire()
+            views = [self.full.view(index) for index in range(len(self.parameters))]
+            if self.full is not self.main:
+                self.full.storage.release()
             for index, parameter in enumerate(self.parameters):
                 sharded = self.wrap(self.main.view(index), index, self.placements.optimizer)
                 requires_grad = parameter.full.requires_grad
@@ -131,15 +136,10 @@ class ParameterGroup:
         self.sync_requires_grad()
         self._stamp_released()
 
-    def _views_of_full(self) -> list[Tensor]:
-        """Every tensor of ``full``, made while it has memory; its contents are nobody's."""
-        storage = self.full.storage
-        if self.full is not self.main:  # which must not be acquired: that would lose the weights
-            storage.acquire()
-        views = [self.full.view(index) for index in range(len(self.parameters))]
-        if self.full is not self.main:
-            storage.release()
-        return views
+    def uninstall(self) -> None:
+        """Take back the hooks of :meth:`install`. What the parameters were, its caller knows."""
+        for handle in self._hooked.values():
+            handle.remove()
 
     def wrap(self, local: Tensor, index: int, placements: Sequence[Placement]) -> ShardedTensor:
         """``local`` as this rank's rows of tensor ``index`` under ``placements``."""
@@ -362,11 +362,9 @@ class ParameterGroup:
             if parameter.full.requires_grad != wanted:
                 parameter.full.requires_grad_(wanted)
             if wanted and index not in self._hooked:
-                self._hooked.add(index)
                 # Weakly: a hook lives as long as its tensor and must not keep the group alive.
-                parameter.full.register_post_accumulate_grad_hook(
-                    _GradReady(weakref.ref(self), index)
-                )
+                ready = _GradReady(weakref.ref(self), index)
+                self._hooked[index] = parameter.full.register_post_accumulate_grad_hook(ready)
         self.gradients.expect(
             index
             for index, parameter in enumerate(self.parameters)

@@ -6,7 +6,7 @@ Hooks hold units, never modules; a hook on a tensor holds its group weakly.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,27 +16,30 @@ from torch.utils.hooks import RemovableHandle
 from .autograd import current_graph_task, producers, tensors_in
 from .context import ForwardPass, context_of
 from .group import ParameterGroup
-from .unit import Unit
+from .unit import Inputs, Unit
 
 
-def attach(unit: Unit, module: nn.Module, owners: Iterable[nn.Module]) -> list[RemovableHandle]:
+def attach(
+    unit: Unit, module: nn.Module, owners: Iterable[nn.Module], handles: list[RemovableHandle]
+) -> None:
     """Register the hooks of ``unit``.
 
     Args:
         module: the unit's module.
         owners: the submodules that hold parameters of the unit directly. Backward through any of
             their outputs needs the weights, whether or not it comes through the unit's own.
+        handles: takes the handle of each hook at once, so that a failure half-way can be undone.
     """
     weak_unit = weakref.ref(unit)
     for group in unit.groups:
         group.on_grad = _OnGrad(weak_unit)
-    handles = [
-        module.register_forward_pre_hook(_PreForward(unit), prepend=True, with_kwargs=True),
-        module.register_forward_hook(_PostForward(unit), always_call=True),
-    ]
-    watch = _WatchOutput(unit)
-    handles += [owner.register_forward_hook(watch) for owner in owners if owner is not module]
-    return handles
+    before = _PreForward(unit)
+    handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+    handles.append(module.register_forward_hook(_PostForward(unit), always_call=True))
+    for owner in owners:
+        if owner is not module:
+            watch = _WatchOutput(unit, unit.groups_of(owner))
+            handles.append(owner.register_forward_hook(watch))
 
 
 class _PreForward:
@@ -54,8 +57,8 @@ class _PreForward:
         unit.recomputing = context.enter_forward(unit)
         unit.depth = 1
         unit.show_full()
-        if unit.has_frozen and torch.is_grad_enabled():
-            _await_inputs(unit, (args, kwargs))
+        await_inputs = unit.has_frozen and torch.is_grad_enabled()
+        unit.inputs = _await_inputs(unit, (args, kwargs)) if await_inputs else None
         precision = unit.precision
         if precision.compute_dtype is None or not precision.cast_forward_inputs:
             return None
@@ -91,12 +94,12 @@ class _PostForward:
 
 
 class _WatchOutput:
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+    def __init__(self, unit: Unit, groups: Sequence[ParameterGroup]) -> None:
+        self.unit, self.groups = unit, groups
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.is_grad_enabled():
-            _hook_producers(self.unit, tensors_in(output))
+            _hook_producers(self.unit, self.groups, tensors_in(output))
 
 
 def _watch(unit: Unit, output: object) -> None:
@@ -107,30 +110,39 @@ def _watch(unit: Unit, output: object) -> None:
     if unit.shares_storage(tensors):
         unit.pinned = True
     if torch.is_grad_enabled():
-        _hook_producers(unit, tensors)
+        _hook_producers(unit, unit.groups, tensors)
 
 
-def _hook_producers(unit: Unit, tensors: Iterable[Tensor]) -> None:
+def _hook_producers(
+    unit: Unit, groups: Sequence[ParameterGroup], tensors: Iterable[Tensor]
+) -> None:
     hook: Callable[[Any], None] | None = None
     for tensor in tensors:
         if not tensor.requires_grad:
             continue
         if hook is None:
-            hook = _BeforeBackward(unit, context_of(unit).latest_forward)
+            hook = _BeforeBackward(unit, groups, context_of(unit).latest_forward)
         for node in producers(tensor):
             node.register_prehook(hook)
 
 
 class _BeforeBackward:
-    """Runs before backward reaches what the unit computed."""
+    """Runs before backward reaches what the unit computed with the weights of some groups."""
 
-    __slots__ = ("forward_pass", "unit")
+    __slots__ = ("forward_pass", "groups", "inputs", "unit")
 
-    def __init__(self, unit: Unit, forward_pass: ForwardPass) -> None:
-        self.unit, self.forward_pass = unit, forward_pass
+    def __init__(
+        self, unit: Unit, groups: Sequence[ParameterGroup], forward_pass: ForwardPass
+    ) -> None:
+        self.unit, self.groups, self.forward_pass = unit, groups, forward_pass
+        self.inputs = unit.inputs
 
     def __call__(self, _grads: object) -> None:
-        context_of(self.unit).gather_for_backward(self.unit, self.forward_pass)
+        unit = self.unit
+        context_of(unit).gather_for_backward(unit, self.groups, self.forward_pass)
+        if self.inputs is not None and self.inputs not in unit.not_left:
+            self.inputs.unreached = self.inputs.producers
+            unit.not_left.add(self.inputs)
 
 
 class _OnGrad:
@@ -154,18 +166,22 @@ class _OnGrad:
             context.on_complete(unit)
 
 
-def _await_inputs(unit: Unit, inputs: object) -> None:
-    """Count the producers of the inputs: once backward reaches them it has left the unit."""
-    nodes = {node for tensor in tensors_in(inputs) for node in producers(tensor)}
-    unit.pending_inputs += len(nodes)
+def _await_inputs(unit: Unit, values: object) -> Inputs | None:
+    """Notice when backward reaches what produced the inputs: it has left this forward then."""
+    nodes = {node for tensor in tensors_in(values) for node in producers(tensor)}
+    if not nodes:
+        return None
+    inputs = Inputs(len(nodes))
 
-    def left(_grads: object) -> None:
-        unit.pending_inputs -= 1
-        if unit.pending_inputs <= 0:
+    def reached(_grads: object) -> None:
+        inputs.unreached -= 1
+        if inputs.unreached <= 0 and inputs in unit.not_left:
+            unit.not_left.discard(inputs)
             unit.release_after_backward()
 
     for node in nodes:
-        node.register_prehook(left)
+        node.register_prehook(reached)
+    return inputs
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -123,16 +123,9 @@ class _Search:
         Families with the longest tensors leave the pool first: a tensor that spans two boundaries
         ties the shard length to its block, a shorter one does not.
         """
-        points = set(range(min(NEAR_SPLITS, 1 + EFFORT // len(self.numels))))
-        rest = sum(map(attrgetter("numel"), families))
-        for point, family in enumerate(families):
-            if family.longest * self.num_shards <= rest:  # no tensor of this pool exceeds a shard
-                points.add(point)
-                break
-            rest -= family.numel
-        for point in sorted(points):
-            if point < len(families):
-                yield families[:point], families[point:]
+        near = min(NEAR_SPLITS, 1 + EFFORT // len(self.numels), len(families))
+        for apart in range(near):
+            yield families[:apart], families[apart:]
         # What pads little by itself may be apart, whatever the length of its tensors.
         yield (
             [family for family in families if family.padding * 100 <= family.numel],

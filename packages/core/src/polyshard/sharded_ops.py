@@ -48,7 +48,7 @@ def dispatch(
 
 def choose(func: OpOverload) -> Handler:
     """The handler of an operation; one that refuses it if it is not named anywhere."""
-    qualified: str = func.name()  # type: ignore[no-untyped-call]
+    qualified: str = func.name()
     namespace, _, name = qualified.partition("::")
     if namespace != "aten":
         return refused(func, "it is not an operation of PyTorch")

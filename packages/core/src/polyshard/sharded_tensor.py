@@ -254,9 +254,7 @@ class ShardedTensor(DTensor):
 
     def _without_gradient(self, value: Any, way: str) -> Any:
         if torch.is_grad_enabled() and self.requires_grad:
-            return _NoGradient.apply(  # type: ignore[no-untyped-call]
-                self, value, f"{way} of {self._name!r}"
-            )
+            return _NoGradient.apply(self, value, f"{way} of {self._name!r}")
         return value
 
     def __setitem__(self, key: Any, value: Any) -> None:

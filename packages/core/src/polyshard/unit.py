@@ -7,16 +7,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from .errors import UnsupportedError
-from .group import ParameterGroup, Residence
+from .group import ParameterGroup
 from .parameter import ManagedParameter
 from .precision import MixedPrecisionPolicy
 from .schedule import SchedulePolicy
 from .transport import Transport
+
+
+@dataclass(eq=False)
+class Inputs:
+    """What produced the inputs of one forward: once backward has reached all, it has left it."""
+
+    producers: int
+    unreached: int = 0
 
 
 class Unit:
@@ -57,7 +66,9 @@ class Unit:
         self.pinned = False  # an output is a view of what was gathered
         self.entered_forward = False  # since gradients were last final
         self.entered_backward = False  # in the backward that runs
-        self.pending_inputs = 0  # producers of its inputs that backward has not reached
+        self.completed_backward = False  # all its gradients arrived in the backward that runs
+        self.inputs: Inputs | None = None  # of the latest forward, where they are watched
+        self.not_left: set[Inputs] = set()  # of forwards that backward has entered and not left
 
     def rename(self, name: str) -> None:
         """Take the name that the root knows the unit by; the same on every rank."""
@@ -68,20 +79,30 @@ class Unit:
 
     # -- weights ------------------------------------------------------------------------------
 
-    def submit_gather(self, *, forward: bool) -> None:
-        """Start gathering; no-op where that was done."""
+    def groups_of(self, module: nn.Module) -> tuple[ParameterGroup, ...]:
+        """The groups of the parameters that ``module`` holds directly."""
+        return tuple(
+            group
+            for group in self.groups
+            if any(
+                slot.holder is module._parameters
+                for parameter in group.parameters
+                for slot in parameter.slots
+            )
+        )
+
+    def submit_gather(
+        self, groups: Sequence[ParameterGroup] | None = None, *, forward: bool
+    ) -> None:
+        """Start gathering all groups, or these; no-op where that was done."""
         phase = "forward" if forward else "backward"
-        for group in self.groups:
+        for group in self.groups if groups is None else groups:
             group.submit_gather(forward=forward, label=f"{group.label}: gather for {phase}")
 
-    def await_gather(self) -> None:
+    def await_gather(self, groups: Sequence[ParameterGroup] | None = None) -> None:
         """Make compute wait for the gathered parameters."""
-        for group in self.groups:
+        for group in self.groups if groups is None else groups:
             group.await_gather()
-
-    @property
-    def ready(self) -> bool:
-        return all(group.residence is Residence.READY for group in self.groups)
 
     def release(self, *, copies: bool = False) -> None:
         """Let go of gathered parameters, unless someone outside still looks at them."""
@@ -104,9 +125,9 @@ class Unit:
 
         Frozen ones may be needed until backward has left the unit through its inputs.
         """
-        if not self.complete:
+        if self.trainable and not self.completed_backward:
             return
-        if self.pending_inputs <= 0:
+        if not self.not_left:
             self.show_sharded()
             self.release()
         elif not (self.held or self.depth or self.pinned):
@@ -208,11 +229,17 @@ class Unit:
             if group.gradients.expected:
                 group.gradients.collect(final=final)
 
+    def end_backward(self) -> None:
+        """Forget where the backward that ends stood."""
+        self.show_sharded()
+        self.entered_backward = self.completed_backward = False
+        self.not_left.clear()
+
     def abandon(self) -> None:
         """Forget the pass that failed: gradients in the making, gathered storage, shown faces."""
         self.depth = 0
-        self.pinned = self.entered_backward = False
+        self.pinned = False
         for group in self.groups:
             group.gradients.abandon()
-        self.show_sharded()
+        self.end_backward()
         self.release(copies=True)
