@@ -377,7 +377,10 @@ def test_what_divides_evenly_is_not_padded(num_shards: int) -> None:
             id="tensors longer than a shard start where they cross one boundary only",
         ),
         pytest.param(
-            [(276, 1013), (162, 1009), (2950, 101), (234, 997), (2590, 64), (100, 1013)],
+            [
+                *[(276, 1013), (162, 1009), (2950, 101), (234, 997), (2590, 64), (100, 1013)],
+                *[(11,)] * 4,
+            ],
             8,
             id="shards as long as whole rows of the longest tensors need",
         ),

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from .autograd import set_versions
 from .backends import choose_backend
