@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyshard.spi import Op
@@ -16,6 +16,7 @@ from polyshard_gloo.reduction import REDUCE_DTYPES, combine
 LENGTHS = st.lists(st.integers(0, 40), max_size=12).map(tuple)
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 30))
 def test_every_element_is_in_one_chunk(lengths: tuple[int, ...], limit: int) -> None:
     """Chunks cover a list in order, once, within the limit and without empty ones."""
@@ -29,6 +30,7 @@ def test_every_element_is_in_one_chunk(lengths: tuple[int, ...], limit: int) -> 
     assert covered == [(i, element) for i, n in enumerate(lengths) for element in range(n)]
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 30))
 def test_chunks_are_few(lengths: tuple[int, ...], limit: int) -> None:
     """A chunk of short tensors ends where the next short tensor would not fit, not before."""
@@ -39,6 +41,7 @@ def test_chunks_are_few(lengths: tuple[int, ...], limit: int) -> None:
             assert chunk.numel + lengths[first.index] > limit
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 30))
 def test_pieces_survive_the_journey(lengths: tuple[int, ...], limit: int) -> None:
     """What is loaded from one list and stored to another is a copy of it."""
@@ -138,3 +141,16 @@ def test_half_precision_is_not_lost_on_the_way() -> None:
     out = torch.empty(1, dtype=torch.bfloat16)
     combine(out, contributions, Op.SUM, own=0, take=take)
     assert out.item() == 1.0 + 2.0**-7
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(torch.bfloat16, 24), (torch.float32, 24), (torch.float64, 53)]
+)
+@pytest.mark.parametrize("own", [0, 1, 2])
+def test_sums_are_taken_in_the_order_of_ranks(dtype: torch.dtype, bits: int, own: int) -> None:
+    """Where the order decides what is lost to rounding, it is that of the ranks."""
+    values = [2.0**bits, 1.0, -(2.0**bits)]
+    contributions = [torch.tensor([value], dtype=dtype) for value in values]
+    out = torch.empty(1, dtype=dtype)
+    combine(out, contributions, Op.SUM, own=own, take=take)
+    assert out.item() == 0.0

@@ -17,7 +17,7 @@ from .layout_fill import Queue
 
 # Bounds on time. They can cost a segment more on unusual inputs, never one of the rules.
 NEAR_SPLITS = 8  # how many of the families with the longest tensors may leave the pool one by one
-EFFORT = 100_000  # how much to try beyond the first solution: tensors, and a share for each try
+EFFORT = 200_000  # what may go into joining segments: their tensors, and a share for each try
 EFFORT_PER_TRY = 100
 
 
@@ -52,8 +52,6 @@ def pack(numels: Sequence[int], blocks: Sequence[int], num_shards: int) -> list[
     """
     if not numels:
         return []
-    if not numels:
-        return []
     # Sorts are stable: of equal tensors the first stays first, whatever lies between them.
     order = sorted(range(len(numels)), key=numels.__getitem__, reverse=True)
     order.sort(key=blocks.__getitem__, reverse=True)
@@ -66,13 +64,12 @@ def pack(numels: Sequence[int], blocks: Sequence[int], num_shards: int) -> list[
     percent = 1
     while True:
         limit = min(ceiling, total * percent // 100)
-        packings = search.within(families, limit)
+        packings = search.within(families, limit, total // 100)
         if packings is not None:
-            break
+            # Coarse blocks first: what follows them starts at multiples of long rows.
+            return sorted(packings, key=lambda packing: -packing.families[0].block)
         assert limit < ceiling, "a family alone never pads more than its tensors one by one"
-        percent *= 2
-    # Coarse blocks first: what follows them starts at multiples of long rows.
-    return sorted(packings, key=lambda packing: -packing.families[0].block)
+        percent += (percent + 1) // 2
 
 
 class _Search:
@@ -85,6 +82,7 @@ class _Search:
         self.order = order
         self.numels = numels
         self.num_shards = num_shards
+        self.effort = EFFORT
 
     def families(self, sizes: Mapping[int, int]) -> list[Family]:
         """Return the families, those with the longest tensors first, from the size by block."""
@@ -102,17 +100,22 @@ class _Search:
         families.sort(key=attrgetter("longest"), reverse=True)
         return families
 
-    def within(self, families: Sequence[Family], limit: int) -> list[Packing] | None:
-        """Return segments for all `families` with at most `limit` elements of padding, or None."""
+    def within(
+        self, families: Sequence[Family], limit: int, for_joining: int
+    ) -> list[Packing] | None:
+        """Return segments for all `families` with at most `limit` elements of padding, or None.
+
+        Of that, at most `for_joining` go into having fewer segments than was found at first.
+        """
         for apart, pool in self._splits(families):
             spare = limit - sum(map(attrgetter("padding"), apart))
+            if not pool:
+                return self._joined([], apart, min(spare, for_joining))
             if spare < 0:
                 continue
-            if not pool:
-                return self._join([], apart, spare)
             shared = self._together(pool, spare)
             if shared is not None:
-                return self._join([shared], apart, spare - shared.padding)
+                return self._joined([shared], apart, min(spare - shared.padding, for_joining))
         return None
 
     def _splits(
@@ -133,28 +136,31 @@ class _Search:
         )
         yield families, []
 
-    def _join(self, packings: list[Packing], apart: Sequence[Family], spare: int) -> list[Packing]:
-        """Let each family of `apart` join a segment if `spare` allows it, or have its own."""
-        effort = EFFORT
+    def _joined(
+        self, packings: list[Packing], apart: Sequence[Family], spare: int
+    ) -> list[Packing] | None:
+        """Add each family of `apart` to a segment if `spare` allows it, else give it its own.
+
+        A `spare` below zero is padding that joining has to save; None if it does not.
+        """
         for family in apart:
-            spare += family.padding
             joined = None
             for place, host in enumerate(packings):
-                if effort < EFFORT_PER_TRY:
+                if self.effort < EFFORT_PER_TRY:
                     break
                 cost = EFFORT_PER_TRY + len(host.tensors) + len(family.places)
-                if cost > effort:
+                if cost > self.effort:
                     continue
-                effort -= cost
-                joined = self._together([*host.families, family], spare + host.padding)
+                self.effort -= cost
+                separate = host.padding + family.padding
+                joined = self._together([*host.families, family], separate + max(spare, -1))
                 if joined is not None:
                     packings[place] = joined
-                    spare += host.padding - joined.padding
+                    spare += separate - joined.padding
                     break
             if joined is None:
                 packings.append(self._alone(family))
-                spare -= family.padding
-        return packings
+        return packings if spare >= 0 else None
 
     def _alone(self, family: Family) -> Packing:
         """Give a family a segment of its own: whole blocks in a row, as many on every shard."""
