@@ -1,7 +1,8 @@
 """Collectives of the gloo backend against torch.distributed's own on gloo, side by side.
 
 Contenders take turns within one run, so that whatever else the machine does meets them alike.
-A time is that of the slowest rank, from a barrier on; what is shown is the median.
+A time is that of the slowest rank, from a barrier on, and CPU time the mean of the ranks, all
+threads together; what is shown are medians.
 
     python benchmarks/gloo_collectives.py --ranks 2 --repetitions 20
 """
@@ -47,7 +48,9 @@ def run_rank(rank: int, arguments: argparse.Namespace, store: str) -> None:
     backend = GlooBackend()
     communicator = backend.communicator(dist.group.WORLD, CPU, purpose="gather")
     show(rank, f"{arguments.ranks} ranks, {arguments.repetitions} repetitions, medians in ms")
-    show(rank, f"{'collective':<32}{'torch':>10}{'polyshard':>11}{'ratio':>8}")
+    show(rank, f"{'':<32}{'elapsed':>29}{'CPU':>29}")
+    columns = f"{'torch':>10}{'polyshard':>11}{'ratio':>8}"
+    show(rank, f"{'collective':<32}{columns}{columns}")
     for megabytes in arguments.megabytes:
         for dtype in (torch.float32, torch.bfloat16):
             numel = megabytes * 2**20 // dtype.itemsize
@@ -88,17 +91,24 @@ def collectives(
 
 
 def report(rank: int, name: str, contenders: Contenders, repetitions: int) -> None:
-    """Print the medians of ``torch`` and ``polyshard`` and the first over the second."""
-    own = torch.tensor([[0.0] * len(contenders)] * repetitions, dtype=torch.float64)
+    """Print medians of both contenders, and by how much the second is ahead."""
+    elapsed = torch.zeros(repetitions, len(contenders), dtype=torch.float64)
+    busy = torch.zeros_like(elapsed)
     for contender in contenders.values():
         contender()  # Connections, pages and caches are warm from here on.
     for repetition in range(repetitions):
         for position, contender in enumerate(contenders.values()):
             dist.barrier()
-            own[repetition, position] = timed(contender, 1)[0]
-    dist.all_reduce(own, dist.ReduceOp.MAX)
-    theirs, ours = (column.median().item() * 1e3 for column in own.unbind(1))
-    show(rank, f"{name:<32}{theirs:>10.3f}{ours:>11.3f}{theirs / ours:>8.2f}")
+            before = time.process_time()
+            elapsed[repetition, position] = timed(contender, 1)[0]
+            busy[repetition, position] = time.process_time() - before
+    dist.all_reduce(elapsed, dist.ReduceOp.MAX)
+    dist.all_reduce(busy, dist.ReduceOp.SUM)
+    line = f"{name:<32}"
+    for times in (elapsed, busy / dist.get_world_size()):
+        theirs, ours = (column.median().item() * 1e3 for column in times.unbind(1))
+        line += f"{theirs:>10.3f}{ours:>11.3f}{theirs / ours:>8.2f}"
+    show(rank, line)
 
 
 def hand_over(lane: Lane, compute: Lane) -> None:

@@ -16,7 +16,7 @@ class GPTConfig:
     num_blocks: int = 4
     num_heads: int = 4
     width: int = 256
-    context: int = 128
+    context: int = 64
     vocabulary: int = 256
 
 
@@ -34,25 +34,39 @@ class Block(nn.Module):
         self.mlp_in = nn.Linear(width, 4 * width)
         self.mlp_out = nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[batch, time, width]`` in and out."""
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        """``x``: ``[batch, time, width]``, like the result; ``angles``: those of its positions."""
         batch, time, width = x.shape
         heads = self.attention_in(self.attention_norm(x))
         heads = heads.view(batch, time, 3, self.num_heads, width // self.num_heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
+        # Normalised queries and keys keep attention calm at a learning rate that is worth having.
+        query, key = (rotate(F.rms_norm(t, t.shape[-1:]), angles) for t in (query, key))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, time, width))
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
 
 
+def rotation_angles(time: int, head_width: int) -> Tensor:
+    """``[time, head_width / 2]``: how far each position turns each pair of features."""
+    pairs = head_width // 2
+    return torch.arange(time)[:, None] * 1000.0 ** (-torch.arange(pairs) / pairs)
+
+
+def rotate(heads: Tensor, angles: Tensor) -> Tensor:
+    """Turn pairs of features of ``[..., time, head_width]`` by position (Su et al. 2021)."""
+    first, second = heads.chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+
+
 class GPT(nn.Module):
-    """Byte and position embeddings, the blocks, and a head that is tied to the byte embedding."""
+    """Byte embedding, blocks with rotary positions, and a head that is tied to the embedding."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.context = config.context
+        self.head_width = config.width // config.num_heads
         self.byte_embedding = nn.Embedding(config.vocabulary, config.width)
-        self.position_embedding = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_blocks))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
@@ -71,15 +85,15 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """``inputs`` and ``targets``: ``[batch, time]``, int64, time at most ``context``.
+        """``inputs`` and ``targets``: ``[batch, time]``, int64.
 
         Returns the mean cross-entropy in nats per byte, or without targets the logits
         ``[batch, time, 256]``.
         """
-        positions = torch.arange(inputs.shape[1], device=inputs.device)
-        x = self.byte_embedding(inputs) + self.position_embedding(positions)
+        angles = rotation_angles(inputs.shape[1], self.head_width)
+        x = self.byte_embedding(inputs)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, angles)
         logits: Tensor = self.head(self.norm(x))
         if targets is None:
             return logits

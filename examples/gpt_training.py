@@ -33,9 +33,9 @@ class Recipe:
 
     strategy: str
     backend: str | None = None
-    steps: int = 120
+    steps: int = 200
     batch_size: int = 4
-    learning_rate: float = 1e-3
+    learning_rate: float = 1.5e-3
     seed: int = 0
     model: GPTConfig = field(default_factory=GPTConfig)
 

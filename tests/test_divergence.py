@@ -18,7 +18,7 @@ from polyshard.testing.rank_failure import RankOutcome
 from polyshard_gloo import GlooBackend
 
 # What a rank waits for others, in seconds. Connecting has to fit in it on a busy machine.
-TIMEOUT = 6.0
+TIMEOUT = 5.0
 WIDTH = 4
 
 

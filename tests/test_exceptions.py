@@ -119,9 +119,10 @@ INTERRUPTIONS = [
 
 
 @pytest.mark.parametrize(
-    ("prefetch", "reshard"), [(1, True), (0, True), (3, False)], ids=["1", "0", "kept-3"]
+    ("strategy", "prefetch", "reshard"),
+    [("zero3", 1, True), ("zero3", 3, False), ("ddp", 1, True)],
+    ids=["zero3", "zero3-kept-gathered", "ddp"],
 )
-@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 def test_training_goes_on_after_an_exception(strategy: str, prefetch: int, reshard: bool) -> None:
     """Interrupted anywhere, in forward or in backward, training ends with the bits it would have
     ended with; nothing stays gathered, after the failed forward or at the end."""

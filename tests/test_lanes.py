@@ -19,7 +19,7 @@ from watched_gloo import RestlessGloo
 from polyshard import Placements, SchedulePolicy, full_state_dict, unsharded
 from polyshard.testing import run_ranks
 
-SEEDS = range(3)
+SEEDS = range(2)
 
 
 @dataclass(frozen=True)

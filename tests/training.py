@@ -56,10 +56,10 @@ class OddModel(nn.Module):
         return self.head(x)
 
 
-def make_model(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> OddModel:
+def make_model(dtype: torch.dtype = torch.float32, *, seed: int = 0, blocks: int = 3) -> OddModel:
     """The same model on every rank."""
     torch.manual_seed(seed)
-    return OddModel().to(dtype)
+    return OddModel(blocks).to(dtype)
 
 
 def make_mesh(shape: Sequence[int] | None = None, names: Sequence[str] = ("dp",)) -> DeviceMesh:

@@ -6,10 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from hypothesis import settings
 from one_rank import STRATEGIES, OneRank
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from polyshard.testing.loopback import LoopbackBackend
+
+# How long an example takes says nothing here: machines that run tests are busy.
+settings.register_profile("core", deadline=None)
+settings.load_profile("core")
 
 
 @pytest.fixture(scope="module")

@@ -193,7 +193,7 @@ dtypes = st.sampled_from([torch.float16, torch.float32, torch.float64])
 
 
 class TestRedistribute:
-    @settings(deadline=None, max_examples=150)
+    @settings(max_examples=150)
     @given(
         move=moves(),
         shapes=shapes_of_tensors,

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polyshard import layout_search
 from polyshard.layout import WHOLE_TENSOR, GlobalLayout, Granularity, Segment
 
 Shape = tuple[int, ...]
@@ -404,6 +405,30 @@ def test_shards_of_whole_tensors_are_filled_closely() -> None:
     shapes = [(source.randint(1, 64), source.randint(1, 64)) for _ in range(300)]
     layout = GlobalLayout.build(shapes, 8, granularity=WHOLE_TENSOR)
     assert 1000 * (layout.padded_numel - layout.numel) <= layout.numel
+
+
+def test_long_tensors_of_many_row_lengths_leave_the_short_ones_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The short ones share a segment even where no effort is left to find out by trying."""
+    monkeypatch.setattr(layout_search, "EFFORT", 0)
+    source = random.Random(0)
+    shapes: list[Shape] = [(6400, 5000 + 37 * k) for k in range(30)]
+    shapes += [(source.randint(1, 64), source.randint(1, 64)) for _ in range(20_000)]
+    layout = built(shapes, 64)
+    assert len(layout.segments) <= 31
+    assert 100 * (layout.padded_numel - layout.numel) <= layout.numel
+
+
+@layout_settings
+@given(problems())
+def test_rules_do_not_depend_on_effort(problem: Problem) -> None:
+    """What a bound on time leaves out costs segments, never a rule."""
+    shapes, num_shards, granularity = problem
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout_search, "EFFORT", 0)
+        layout = GlobalLayout.build(shapes, num_shards, granularity=granularity)
+    check_rules(layout, shapes, num_shards, granularity)
 
 
 def test_a_hundred_thousand_tensors() -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -35,8 +34,7 @@ SMALL_BYTES = _MESSAGE_BYTES - _HEADER_BYTES
 Payload = Sequence[Tensor]
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """All that must be alike on every rank. ``lengths`` counts elements of this rank's parts."""
 
     kind: str
@@ -53,8 +51,7 @@ class Call:
         )
 
 
-@dataclass(frozen=True)
-class Proposal:
+class Proposal(NamedTuple):
     """A call that the other ranks were told of."""
 
     agreement: Agreement
@@ -98,6 +95,10 @@ class Agreement:
         outbox, self._sent = _messages(size)
         self._payloads = inbox[:, _HEADER_BYTES:]
         self._inbox, self._outbox = list(inbox), list(outbox)
+        own, peers = connections.rank, connections.peers
+        self._receives = [(peer, self._inbox[peer]) for peer in peers]
+        self._sends_to_all = [(peer, self._inbox[own]) for peer in peers]
+        self._sends_to_each = [(peer, self._outbox[peer]) for peer in peers]
 
     def propose(
         self,
@@ -118,17 +119,12 @@ class Agreement:
         header = _HEADER.pack(_MARK, self._position, _fingerprint(call))
         own = connections.rank
         _fill(self._received, self._inbox, own, header, to_each(own) if to_each else to_all)
-        outgoing = [self._inbox[own]] * connections.size
+        sends = self._sends_to_all
         if to_each:
-            outgoing = self._outbox
+            sends = self._sends_to_each
             for peer in connections.peers:
                 _fill(self._sent, self._outbox, peer, header, to_each(peer))
-        flight = connections.start(
-            Tag.HEADER,
-            [(peer, self._inbox[peer]) for peer in connections.peers],
-            [(peer, outgoing[peer]) for peer in connections.peers],
-            label=call.label,
-        )
+        flight = connections.start(Tag.HEADER, self._receives, sends, label=call.label)
         return Proposal(self, call, header, flight)
 
     def settle(self, proposal: Proposal) -> Tensor:

@@ -102,6 +102,14 @@ class Chunk:
                 target.copy_(run[position : position + target.numel()])
                 position += target.numel()
 
+    def copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Copy the pieces between lists of the same lengths, unless they are the same memory."""
+        for piece in self.pieces:
+            source = sources[piece.index][piece.start : piece.stop]
+            target = targets[piece.index][piece.start : piece.stop]
+            if source.data_ptr() != target.data_ptr():
+                target.copy_(source)
+
 
 @lru_cache(maxsize=1024)
 def cut(lengths: tuple[int, ...], limit: int) -> tuple[Chunk, ...]:

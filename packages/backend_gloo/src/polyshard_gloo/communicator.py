@@ -65,26 +65,29 @@ class GlooCommunicator(Communicator):
         self, outputs: Sequence[Tensor], shards: Sequence[Tensor], *, label: str
     ) -> None:
         call = _call("all_gather", shards, label)
-        parts, slots = _as_bytes(shards), _slots(_as_bytes(outputs), self.size)
+        parts, wholes = _as_bytes(shards), _as_bytes(outputs)
         if self._is_alone(label):
-            _copy(parts, slots[0])
+            _copy(parts, wholes)
         elif _is_small(parts):
-            payloads = self._agreement.propose(call, to_all=parts).settle()
-            for row, slot in zip(payloads, slots, strict=True):
-                _unpack(row, slot)
+            rows, position = self._agreement.propose(call, to_all=parts).settle(), 0
+            for whole, part in zip(wholes, parts, strict=True):
+                if numel := part.numel():
+                    whole.view(self.size, numel).copy_(rows[:, position : position + numel])
+                position += numel
         else:
             proposal = self._agreement.propose(call)
-            _copy(parts, slots[self.rank])
-            self._exchange.gather(slots, parts, proposal)
+            self._exchange.gather(_slots(wholes, self.size), parts, proposal)
 
     def _reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Op, *, label: str
     ) -> None:
         call = _call("reduce_scatter", outputs, label, detail=f" {op.value}")
-        results, slots = _writable(outputs), _slots(inputs, self.size)
+        results = _writable(outputs)
         if self._is_alone(label):
-            _copy(slots[0], results)
-        elif _is_small(results):
+            _copy(inputs, results)
+            return
+        slots = _slots(inputs, self.size)
+        if _is_small(results):
             proposal = self._agreement.propose(call, to_each=lambda rank: _as_bytes(slots[rank]))
             self._combine_rows(proposal.settle(), results, op)
         else:

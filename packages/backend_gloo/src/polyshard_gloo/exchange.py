@@ -39,7 +39,7 @@ class Exchange:
         self._staging = Staging(_STAGING_BYTES)
 
     def gather(self, slots: Slots, parts: Sequence[Tensor], proposal: Proposal) -> None:
-        """``slots[rank]`` of every other rank becomes that rank's ``parts``."""
+        """``slots[rank]`` becomes that rank's ``parts``; its own slot may be the same memory."""
         connections = self._connections
         tag, label = proposal.data_tag, proposal.call.label
 
@@ -48,6 +48,7 @@ class Exchange:
             own = chunk.loaded(parts, room)
             sends = [(peer, own) for peer in connections.peers]
             flight = connections.start(tag, receives, sends, label=label)
+            chunk.copy(parts, slots[connections.rank])
             yield
             connections.finish(flight, label=label)
             for peer, run in receives:

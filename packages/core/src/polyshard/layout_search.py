@@ -17,7 +17,7 @@ from .layout_fill import Queue
 
 # Bounds on time. They can cost a segment more on unusual inputs, never one of the rules.
 NEAR_SPLITS = 8  # how many of the families with the longest tensors may leave the pool one by one
-EFFORT = 200_000  # what may go into joining segments: their tensors, and a share for each try
+EFFORT = 200_000  # tensors that may be put up for placement in tries that no rule needs
 EFFORT_PER_TRY = 100
 
 
@@ -50,8 +50,6 @@ def pack(numels: Sequence[int], blocks: Sequence[int], num_shards: int) -> list[
     up to one per cent of the sum is spent on having fewer segments, and more only where nothing
     was found within it.
     """
-    if not numels:
-        return []
     # Sorts are stable: of equal tensors the first stays first, whatever lies between them.
     order = sorted(range(len(numels)), key=numels.__getitem__, reverse=True)
     order.sort(key=blocks.__getitem__, reverse=True)
@@ -64,7 +62,7 @@ def pack(numels: Sequence[int], blocks: Sequence[int], num_shards: int) -> list[
     percent = 1
     while True:
         limit = min(ceiling, total * percent // 100)
-        packings = search.within(families, limit, total // 100)
+        packings = search.within(families, limit)
         if packings is not None:
             # Coarse blocks first: what follows them starts at multiples of long rows.
             return sorted(packings, key=lambda packing: -packing.families[0].block)
@@ -100,22 +98,17 @@ class _Search:
         families.sort(key=attrgetter("longest"), reverse=True)
         return families
 
-    def within(
-        self, families: Sequence[Family], limit: int, for_joining: int
-    ) -> list[Packing] | None:
-        """Return segments for all `families` with at most `limit` elements of padding, or None.
-
-        Of that, at most `for_joining` go into having fewer segments than was found at first.
-        """
+    def within(self, families: Sequence[Family], limit: int) -> list[Packing] | None:
+        """Return segments for all `families` with at most `limit` elements of padding, or None."""
         for apart, pool in self._splits(families):
             spare = limit - sum(map(attrgetter("padding"), apart))
             if not pool:
-                return self._joined([], apart, min(spare, for_joining))
+                return self._joined([], apart, spare)
             if spare < 0:
                 continue
             shared = self._together(pool, spare)
             if shared is not None:
-                return self._joined([shared], apart, min(spare - shared.padding, for_joining))
+                return self._joined([shared], apart, spare - shared.padding)
         return None
 
     def _splits(
@@ -126,9 +119,16 @@ class _Search:
         Families with the longest tensors leave the pool first: a tensor that spans two boundaries
         ties the shard length to its block, a shorter one does not.
         """
-        near = min(NEAR_SPLITS, 1 + EFFORT // len(self.numels), len(families))
-        for apart in range(near):
+        for apart in range(min(NEAR_SPLITS, len(families))):
+            if apart and self.effort < len(self.numels):
+                break
             yield families[:apart], families[apart:]
+        rest = sum(map(attrgetter("numel"), families))
+        for apart, family in enumerate(families):
+            if family.longest * self.num_shards <= rest:
+                yield families[:apart], families[apart:]  # no tensor of the pool exceeds a shard
+                break
+            rest -= family.numel
         # What pads little by itself may be apart, whatever the length of its tensors.
         yield (
             [family for family in families if family.padding * 100 <= family.numel],
@@ -148,10 +148,9 @@ class _Search:
             for place, host in enumerate(packings):
                 if self.effort < EFFORT_PER_TRY:
                     break
-                cost = EFFORT_PER_TRY + len(host.tensors) + len(family.places)
-                if cost > self.effort:
+                self.effort -= EFFORT_PER_TRY
+                if len(host.tensors) + len(family.places) > self.effort:
                     continue
-                self.effort -= cost
                 separate = host.padding + family.padding
                 joined = self._together([*host.families, family], separate + max(spare, -1))
                 if joined is not None:
@@ -181,6 +180,7 @@ class _Search:
             return None
         families = sorted(families, key=attrgetter("block"), reverse=True)
         places = [place for family in families for place in family.places]
+        self.effort -= len(places)
         queue = Queue(
             [self.numels[place] for place in places],
             [family.block for family in families for _ in family.places],
@@ -215,6 +215,6 @@ class _Search:
         # Or with room for gaps, which at worst are one element less than a block at each boundary.
         gaps = (self.num_shards - 1) * (blocks[0] - 1)
         room = min(-(gaps // -self.num_shards), longest - shortest)
-        lengths.update(shortest - room // -part for part in (16, 8, 4, 2, 1))
+        lengths.update(shortest - room // -part for part in (16, 4, 1))
         lengths = {-(length // -tied) * tied for length in lengths}
         return sorted(length for length in lengths if shortest <= length <= longest)
