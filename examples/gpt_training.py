@@ -33,7 +33,7 @@ class Recipe:
 
     strategy: str
     backend: str | None = None
-    steps: int = 200
+    steps: int = 160
     batch_size: int = 4
     learning_rate: float = 1.5e-3
     seed: int = 0

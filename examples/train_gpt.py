@@ -37,7 +37,9 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     known = ", ".join(STRATEGIES)
     parser.add_argument("--strategy", default="zero3", help=f"one of {known} (default: zero3)")
     parser.add_argument("--backend", help="such as gloo (default: the best that is installed)")
-    parser.add_argument("--steps", type=int, default=120, help="training steps (default: 120)")
+    parser.add_argument(
+        "--steps", type=int, default=Recipe.steps, help="training steps (default: %(default)s)"
+    )
     parser.add_argument(
         "--png",
         type=Path,

@@ -5,6 +5,7 @@ Owns the pool of worlds. Knows nothing of how a world works.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -59,5 +60,11 @@ class _Pool:
         self._worlds[world_size] = wanted
         return wanted
 
+    def let_go(self) -> None:
+        """At the end of this process, which the zygote and with it the worlds do not outlive."""
+        for world in self._worlds.values():
+            world.let_go()
+
 
 _pool = _Pool()
+atexit.register(_pool.let_go)
