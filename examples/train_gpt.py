@@ -38,7 +38,7 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--strategy", default="zero3", help=f"one of {known} (default: zero3)")
     parser.add_argument("--backend", help="such as gloo (default: the best that is installed)")
     parser.add_argument(
-        "--steps", type=int, default=Recipe.steps, help="training steps (default: %(default)s)"
+        "--steps", type=int, default=160, help="training steps (default: %(default)s)"
     )
     parser.add_argument(
         "--png",

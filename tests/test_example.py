@@ -149,6 +149,11 @@ def test_a_wrong_option_is_said_once(options: tuple[str, str], tmp_path: Path) -
     assert lines[0].startswith(f"train_gpt.py: unknown {options[0].strip('-')} {options[1]!r}; ")
 
 
+def heed_interrupts() -> None:
+    """A shell starts what runs in its background with interrupts ignored, and that is inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found in /proc")
 @pytest.mark.parametrize(
     ("options", "first_sign", "processes"),
@@ -173,6 +178,7 @@ def test_interrupting_leaves_no_process(
         stderr=subprocess.DEVNULL,
         text=True,
         process_group=0,
+        preexec_fn=heed_interrupts,
     ) as launcher:
         assert launcher.stdout is not None
         assert any(first_sign in line for line in launcher.stdout), "it ended before its first sign"

@@ -332,6 +332,11 @@ run_ranks(2, bodies.hang, sys.argv[1], timeout=600)
 """
 
 
+def _heed_interrupts() -> None:
+    """A shell starts what runs in its background with interrupts ignored, and that is inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_outlives_the_launching_process(tmp_path: Path, ending: signal.Signals) -> None:
     """Killed or interrupted, it leaves no worker, idle or busy, no zygote and no file."""
@@ -347,6 +352,7 @@ def test_nothing_outlives_the_launching_process(tmp_path: Path, ending: signal.S
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=_heed_interrupts,
     )
     assert process.stdout is not None
     line = process.stdout.readline()
