@@ -1,40 +1,62 @@
-"""Sharded training follows one plain process on the global batch."""
+"""Sharded training follows one plain process on the global batch, whatever the strategy."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import pytest
 import torch
+from strategies import STRATEGIES, Strategy
 from torch import Tensor
-from training import Training, bf16_policy, make_mesh, make_model, shard, train_plain, train_sharded
+from training import Training, bf16_policy, make_model, shard, train_plain, train_sharded
 
-from polyshard import Placements, full_state_dict
+from polyshard import full_state_dict
 from polyshard.testing import run_ranks
 
+# microbatches, whether they are scoped, and how zero_grad clears
+EVERY_WAY = [
+    (microbatches, scoped, set_to_none)
+    for microbatches, scoped in ((1, False), (3, True), (3, False))
+    for set_to_none in (True, False)
+]
+SOME_WAYS = [(1, False, True), (3, True, False), (3, False, True)]
 
-def _train(rank: int, strategy: str, how: Training) -> tuple[list[float], dict[str, Tensor]]:
-    mesh = make_mesh()
+CASES = [
+    pytest.param(strategy, shape, Training(10, *way, bf16=bf16), id=f"{strategy}-{shape}-{way}")
+    for strategy, shapes in {
+        **dict.fromkeys(("ddp", "zero1", "zero2", "zero3"), ((1,), (2,), (4,))),
+        **dict.fromkeys(("hsdp", "hfsdp", "early", "once"), ((2, 1), (1, 2), (2, 2))),
+        "three-axes": ((2, 2, 2),),
+    }.items()
+    for shape in shapes
+    for way in (EVERY_WAY if shape in ((4,), (2, 2)) else SOME_WAYS)
+    for bf16 in (False, True)
+    if len(shape) < 3 or way[0] == 3
+]
+
+
+def _train(
+    rank: int, strategy: Strategy, shape: tuple[int, ...], how: Training
+) -> tuple[list[float], dict[str, Tensor]]:
+    mesh = strategy.mesh(shape)
     model = make_model(torch.bfloat16 if how.bf16 else torch.float32)
     policy = bf16_policy() if how.bf16 else None
-    shard(model, mesh, getattr(Placements, strategy)("dp"), mixed_precision_policy=policy)
+    shard(model, mesh, strategy.placements, mixed_precision_policy=policy)
     losses = train_sharded(model, how, rank, mesh.size())
     return losses, full_state_dict(model)
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16-main-fp32"])
-@pytest.mark.parametrize(
-    ("microbatches", "scoped"), [(1, False), (3, True), (3, False)], ids=["1", "3-scoped", "3"]
-)
-@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+_train_plain = lru_cache(train_plain)
+
+
+@pytest.mark.parametrize(("strategy", "shape", "how"), CASES)
 def test_ten_steps_follow_a_plain_process(
-    ranks: int, strategy: str, microbatches: int, scoped: bool, bf16: bool
+    strategy: str, shape: tuple[int, ...], how: Training
 ) -> None:
     """Ten AdamW steps, each rank on its own data: losses within 1e-5, weights within 1e-4."""
-    how = Training(
-        microbatches=microbatches, scoped=scoped, set_to_none=microbatches == 1, bf16=bf16
-    )
-    expected_losses, expected = train_plain(how, ranks)
-    for losses, weights in run_ranks(ranks, _train, strategy, how):
+    ranks = torch.Size(shape).numel()
+    expected_losses, expected = _train_plain(how, ranks)
+    for losses, weights in run_ranks(ranks, _train, STRATEGIES[strategy], shape, how):
         # In bf16 the loss itself is of rounded logits; the weights are what must agree.
         torch.testing.assert_close(
             torch.tensor(losses), torch.tensor(expected_losses), atol=1e-5, rtol=0

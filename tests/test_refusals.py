@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from training import make_mesh
 
-from polyshard import Flat, Partial, Placements, Replicate, fully_shard
+from polyshard import Placements, fully_shard
 from polyshard.testing import run_ranks
 from polyshard_gloo import GlooBackend
 
@@ -92,39 +92,6 @@ def two_backends(rank: int) -> Request:
     return on(hooked_linear(), use_symm_mem=True, backend="gloo")
 
 
-def zero1(rank: int) -> Request:
-    return on(hooked_linear(), placements=Placements.zero1("dp"))
-
-
-def zero2(rank: int) -> Request:
-    return on(hooked_linear(), placements=Placements.zero2("dp"))
-
-
-def reduced_at_once(rank: int) -> Request:
-    whole = (Replicate(),)
-    return on(hooked_linear(), placements=Placements(("dp",), whole, whole, whole))
-
-
-def summed_shards(rank: int) -> Request:
-    placements = Placements(("dp",), (Flat(),), (Partial("sum"),), (Flat(),))
-    return on(hooked_linear(), placements=placements)
-
-
-def hsdp(rank: int) -> Request:
-    mesh = make_mesh((1, 2), ("outer", "inner"))
-    return Request(hooked_linear(), {}, mesh, Placements.hsdp("outer", "inner"))
-
-
-def hfsdp(rank: int) -> Request:
-    mesh = make_mesh((2, 1), ("outer", "inner"))
-    return Request(hooked_linear(), {}, mesh, Placements.hfsdp("outer", "inner"))
-
-
-def one_axis_of_two(rank: int) -> Request:
-    mesh = make_mesh((1, 2), ("pp", "dp"))
-    return Request(hooked_linear(), {}, mesh)
-
-
 def no_mesh(rank: int) -> Request:
     return Request(hooked_linear(), {}, "dp")  # type: ignore[arg-type]
 
@@ -189,13 +156,6 @@ REFUSED: list[tuple[Callable[[int], Request], str, list[str]]] = [
     (incompatible_backend, "BackendError", ["2.0", "this polyshard has 1.0", "Upgrade polyshard"]),
     (symmetric_memory, "BackendError", ["'symm_mem'", "unavailable", "serves cuda"]),
     (two_backends, "ValueError", ["use_symm_mem=True", "'gloo'"]),
-    (zero1, "UnsupportedError", ["zero1 over dp", "not built yet", "zero3"]),
-    (zero2, "UnsupportedError", ["zero2 over dp", "not built yet"]),
-    (reduced_at_once, "UnsupportedError", ["gradient=Replicate", "not built yet"]),
-    (summed_shards, "UnsupportedError", ["gradient=Partial", "not built yet"]),
-    (hsdp, "UnsupportedError", ["hsdp over outer, inner", "not built yet"]),
-    (hfsdp, "UnsupportedError", ["hfsdp over outer, inner", "not built yet"]),
-    (one_axis_of_two, "UnsupportedError", ["mesh of 2 axes", "not built yet"]),
     (no_mesh, "PlacementError", ["DeviceMesh", "got str"]),
     (no_placements, "PlacementError", ["Placements", "'zero3'"]),
     (no_policy, "ValueError", ["mixed_precision_policy", "torch.bfloat16"]),

@@ -23,7 +23,7 @@ from .group import ParameterGroup
 from .hooks import attach
 from .module import FsdpModule, attach_mixin, managed_class
 from .parameter import ManagedParameter, Slot, find_parameters
-from .placements import Flat, Partial, Placements, Replicate, resolve_axes
+from .placements import Placements, resolve_axes
 from .precision import MixedPrecisionPolicy
 from .preflight import agree
 from .schedule import SchedulePolicy
@@ -72,7 +72,10 @@ def fully_shard(
         ValueError: a bad argument. Whatever is raised, nothing was changed.
     """
     if not isinstance(mesh, DeviceMesh):
-        raise PlacementError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}.")
+        raise PlacementError(
+            f"mesh must be a DeviceMesh, got {type(mesh).__name__}; make one with "
+            "torch.distributed.device_mesh.init_device_mesh(...)."
+        )
     if not isinstance(placements, Placements):
         raise PlacementError(
             f"placements must be a Placements, e.g. Placements.zero3('dp'), got {placements!r}."
@@ -80,12 +83,11 @@ def fully_shard(
     axes = resolve_axes(placements.dp_axes, mesh.mesh_dim_names, mesh.ndim)
     if mesh.get_coordinate() is None:
         raise PlacementError("this rank is not part of the mesh; call fully_shard on its ranks.")
-    precision = mixed_precision_policy or MixedPrecisionPolicy()
-    policy = schedule_policy or SchedulePolicy()
+    precision = MixedPrecisionPolicy() if mixed_precision_policy is None else mixed_precision_policy
+    policy = SchedulePolicy() if schedule_policy is None else schedule_policy
     request: _Request | None = None
     failure: Exception | None = None
     try:
-        _refuse_unbuilt(placements, mesh)
         _examine_arguments(precision, policy, grad_divisor, ignored_params)
         chosen = choose_backend(backend, device_type=mesh.device_type, use_symm_mem=use_symm_mem)
         request = _examine(module, mesh, chosen, ignored_params)
@@ -295,7 +297,10 @@ def _examine_parameter(
             f"the module there first, e.g. module.to({str(device)!r})."
         )
     if parameter.layout is not torch.strided:
-        raise UnsupportedError(f"parameter {path!r} of {module} is {parameter.layout}.")
+        raise UnsupportedError(
+            f"parameter {path!r} of {module} has layout {parameter.layout}; only dense (strided) "
+            "parameters are sharded. Make it dense, or list it in ignored_params."
+        )
 
 
 def _own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -318,21 +323,6 @@ def _owners(
 ) -> list[nn.Module]:
     holders = {id(slot.holder) for _, slots in found for slot in slots}
     return [module for _, module in named if id(module._parameters) in holders]
-
-
-def _refuse_unbuilt(placements: Placements, mesh: DeviceMesh) -> None:
-    """Triples that are legal but not yet proven are refused, not tried."""
-    triple = (placements.parameter, placements.gradient, placements.optimizer)
-    one_axis = len(placements.dp_axes) == mesh.ndim == 1
-    sharded = triple == ((Flat(),), (Flat(),), (Flat(),))
-    replicated = isinstance(
-        placements.gradient[0], Partial
-    ) and placements.parameter == placements.optimizer == (Replicate(),)
-    if not (one_axis and (sharded or replicated)):
-        raise UnsupportedError(
-            f"{placements} on a mesh of {mesh.ndim} axes is not built yet; this version trains "
-            "Placements.zero3(axis) and Placements.ddp(axis) on a mesh of one axis."
-        )
 
 
 def _install(unit: Unit, module: nn.Module, owners: list[nn.Module]) -> None:

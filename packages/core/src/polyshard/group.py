@@ -146,22 +146,22 @@ class ParameterGroup:
         return ShardedTensor.wrap(
             local,
             shape=self.layout.shapes[index],
-            mesh=self.transport.mesh,
+            mesh=self.transport.dp_mesh,
             placements=self._on_mesh(index, tuple(placements)),
             name=self.parameters[index].name,
         )
 
     def _on_mesh(self, index: int, placements: tuple[Placement, ...]) -> tuple[TorchPlacement, ...]:
-        """Placements of tensor ``index`` on every axis of the mesh; made once, gradients are
-        wrapped at every step."""
+        """Placements of tensor ``index`` on the mesh of the dp axes, in its order; made once,
+        gradients are wrapped at every step."""
         known = self._mesh_placements.get((index, placements))
         if known is not None:
             return known
-        mesh, axes = self.transport.mesh, self.transport.axes
+        places = [sorted(self.transport.axes).index(axis) for axis in self.transport.axes]
         count, _ = self.grid.shard(placements)
-        split = tuple(axes[axis] for axis in self.grid.split_axes(placements))
-        result: list[TorchPlacement] = [TorchReplicate()] * mesh.ndim
-        for axis, placement in zip(axes, placements, strict=True):
+        split = tuple(places[axis] for axis in self.grid.split_axes(placements))
+        result: list[TorchPlacement] = [TorchReplicate()] * len(places)
+        for axis, placement in zip(places, placements, strict=True):
             if isinstance(placement, Flat):
                 result[axis] = RowSplit(
                     [self.layout.local_range(r, index, num_shards=count) for r in range(count)],

@@ -24,6 +24,7 @@ from .spi import (
     Traffic,
     Use,
 )
+from .submesh import submesh
 
 
 class Transport:
@@ -49,6 +50,8 @@ class Transport:
         self.gather_lane = backend.lane("gather", device)
         self.reduce_lane = backend.lane("reduce", device)
         self.outer_lane = backend.lane("outer", device)
+        #: The mesh of these axes alone: on other axes parameters may differ.
+        self.dp_mesh = submesh(mesh, axes)
         self._communicators: dict[tuple[LaneRole, int], Communicator] = {}
         self._finalizer = weakref.finalize(self, _close, self._communicators)
 

@@ -1,0 +1,47 @@
+"""The placements that multi-rank tests train with: every preset, and mixes that have no name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+from training import make_mesh
+
+from polyshard import Flat, Partial, Placements, Replicate
+
+AXES = ("outer", "middle", "inner")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Placements, and the meshes they are made for."""
+
+    placements: Placements
+
+    def mesh(self, shape: Sequence[int]) -> DeviceMesh:
+        """All ranks, with the axes that the placements name."""
+        return make_mesh(shape, self.placements.dp_axes)
+
+
+def _mix(parameter: str, gradient: str, optimizer: str) -> Placements:
+    letters = {"R": Replicate(), "F": Flat(), "P": Partial()}
+    axes = ("outer", "inner") if len(parameter) == 2 else AXES
+    return Placements(
+        axes, *([letters[letter] for letter in each] for each in (parameter, gradient, optimizer))
+    )
+
+
+STRATEGIES = {
+    "ddp": Strategy(Placements.ddp("dp")),
+    "zero1": Strategy(Placements.zero1("dp")),
+    "zero2": Strategy(Placements.zero2("dp")),
+    "zero3": Strategy(Placements.zero3("dp")),
+    "hsdp": Strategy(Placements.hsdp("outer", "inner")),
+    "hfsdp": Strategy(Placements.hfsdp("outer", "inner")),
+    # Gradients are sharded where weights are not, and finished over the outer axis at last.
+    "once": Strategy(_mix("RR", "PF", "FF")),
+    # Reduced over every axis in every microbatch, and kept whole on one of them.
+    "early": Strategy(_mix("RF", "RF", "FF")),
+    "three-axes": Strategy(_mix("RRF", "PFF", "FFF")),
+}
