@@ -70,6 +70,12 @@ class AccumulatedGradients:
         if kept is None:
             kept, is_final = zeros(final_placements), True
         for index in cleared:
+            reference = self._shown[index]
+            taken = None if reference is None else reference()
+            if taken is not None and taken._owner is kept:
+                # Someone keeps the gradient that was taken out of `.grad`: it keeps its values.
+                taken._local_tensor, taken._owner = taken._local_tensor.clone(), None
+                self._shown[index] = None
             kept.view(index).zero_()
         for index, grad in foreign:
             rows = kept.view(index)

@@ -40,6 +40,34 @@ def producers(tensor: Tensor) -> Iterator[Node]:
         yield base.grad_fn
 
 
+def before_node(node: Node, call: Callable[[], None]) -> None:
+    """Run ``call`` each time backward reaches ``node``; of several calls the latest given first.
+
+    A module that hands its input on shares the node with whoever produced that input: backward has
+    to reach the module first, as it does where the module computes something.
+    """
+    calls: list[Callable[[], None]] | None = node.metadata.get(_BEFORE)
+    if calls is None:
+        calls = node.metadata[_BEFORE] = []
+        node.register_prehook(_LatestFirst(calls))
+    calls.append(call)
+
+
+_BEFORE = "polyshard.before"
+
+
+class _LatestFirst:
+    # Holds the list, not the node: a node that held itself would never be freed.
+    __slots__ = ("_calls",)
+
+    def __init__(self, calls: list[Callable[[], None]]) -> None:
+        self._calls = calls
+
+    def __call__(self, _grads: object) -> None:
+        for call in reversed(self._calls):
+            call()
+
+
 def tensors_in(value: object, *, depth: int = 8) -> Iterator[Tensor]:
     """Tensors in nested containers, dataclasses and plain objects, each container visited once."""
     seen: set[int] = set()

@@ -25,6 +25,7 @@ class BackwardPass:
     def __init__(self, units: Sequence[Unit], order: Sequence[int]) -> None:
         self._units, self._order = units, order
         self.final = False  # whether a forward that it covers was a last microbatch
+        self.may_reduce_early = True  # before the end, where it is known which units take part
         self.completed: list[int] = []  # in the order in which this rank's units completed
         self.reduced: set[int] = set()
         self._unfinished: set[int] = set()  # reduced before it was known to be final
@@ -34,7 +35,7 @@ class BackwardPass:
     def on_complete(self, unit: Unit, *, may_reduce: bool) -> None:
         """All gradients of ``unit`` arrived: reduce it, and those that waited for it."""
         self.completed.append(unit.index)
-        if not may_reduce:
+        if not (may_reduce and self.may_reduce_early):
             return
         while self._until < len(self._order):
             following = self._units[self._order[self._until]]

@@ -23,7 +23,7 @@ from .schedule import prefetch, reduction_order
 from .sharded_tensor import dispatch_is_honoured
 from .spi import Traffic
 from .transport import Transport
-from .unit import Unit
+from .unit import Call, Unit
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class ForwardPass:
     """One root forward, as its backward remembers it."""
 
     is_last: bool
+    window: int  # counts the windows of its context
 
 
 class FsdpContext:
@@ -49,7 +50,8 @@ class FsdpContext:
         self.is_last = True
         self.window_open = False
         self.sequence = 0  # of the latest forward, over all contexts
-        self.latest_forward = ForwardPass(is_last=True)
+        self._window = 0
+        self.latest_forward = ForwardPass(is_last=True, window=0)
         self.backward: BackwardPass | None = None
         self._task = -1  # the graph task in which a hook of this context ran last
         self._root: Unit | None = None  # of the forward that runs
@@ -117,7 +119,10 @@ class FsdpContext:
             # Queues the end of backward on the outermost task, where a reentrant checkpoint runs
             # this before any of our backward hooks.
             self.enter_backward()
-            unit.submit_gather(forward=False)
+            if unit.entered_calls:
+                unit.gather_again()
+            else:
+                unit.submit_gather(forward=False)
             unit.await_gather()
             return True
         if self._root is None or self._root is unit:
@@ -155,7 +160,7 @@ class FsdpContext:
         self._take_in_descendants(root)
         self._root = root
         self.sequence = next(self._sequence)
-        self.latest_forward = ForwardPass(self.is_last)
+        self.latest_forward = ForwardPass(self.is_last, self._window)
         units = self.units
         for unit in units:
             if not self.window_open:
@@ -191,7 +196,7 @@ class FsdpContext:
         task = current_graph_task()
         if self.backward is not None and task == self._task:
             if forward_pass is not None:
-                self.backward.final = self.backward.final or forward_pass.is_last
+                self._cover(forward_pass)
             return
         _drop_failed_backward()
         self._task = task
@@ -205,19 +210,36 @@ class FsdpContext:
             forward_pass = forward_pass or self.latest_forward
         _session.enter()
         if forward_pass is not None:
-            self.backward.final = self.backward.final or forward_pass.is_last
+            self._cover(forward_pass)
+
+    def _cover(self, forward_pass: ForwardPass) -> None:
+        assert self.backward is not None
+        self.backward.final = self.backward.final or forward_pass.is_last
+        if forward_pass.window != self._window:
+            # Which units such a backward enters is known at its end.
+            self.backward.may_reduce_early = False
 
     def gather_for_backward(
-        self, unit: Unit, groups: Sequence[ParameterGroup], forward_pass: ForwardPass
+        self,
+        unit: Unit,
+        groups: Sequence[ParameterGroup],
+        forward_pass: ForwardPass,
+        call: Call | None,
     ) -> None:
-        """Backward is about to use the unit's weights in ``groups``.
+        """Backward is about to use the unit's weights in ``groups``, for one call of the unit.
 
-        At first all of the unit is gathered; what was released since only where it is used again.
+        At first all of the unit is gathered, and again for each further call; what was released
+        since only where it is used again.
         """
         self.enter_backward(forward_pass)
         # Recomputation inside the unit looks its parameters up.
         unit.show_full()
-        if unit.entered_backward:
+        entered_before = unit.entered_backward
+        if call is not None and call not in unit.entered_calls:
+            if entered_before:
+                unit.gather_again()
+            unit.entered_calls.add(call)
+        if entered_before:
             unit.submit_gather(groups, forward=False)
             unit.await_gather(groups)
             return
@@ -229,7 +251,9 @@ class FsdpContext:
             unit, units=policy.backward_units, elements=policy.backward_elements
         )
         for other in ahead:
-            other.submit_gather(forward=False)
+            # What was entered before may be there still or not, depending on the rank.
+            if not other.entered_backward:
+                other.submit_gather(forward=False)
         unit.await_gather()
 
     def on_complete(self, unit: Unit) -> None:
@@ -270,7 +294,9 @@ class FsdpContext:
             if backward.final:
                 unit.entered_forward = unit.pinned = False
             unit.release(copies=backward.final or not self.window_open)
-        self.window_open = self.window_open and not backward.final
+        if backward.final:
+            self.window_open = False
+            self._window += 1
         for transport in self.transports():
             transport.join()
 

@@ -313,7 +313,8 @@ class GroupGradients:
         used = set(self._used)
         missed = self.expected - used
         if missed and self._counts is not None and (is_final or self._has_inner):
-            seen = self._counts.tolist()
+            counts = self._counts.real if self._counts.is_complex() else self._counts
+            seen = counts.tolist()
             used.update(index for index in missed if seen[index] > 0)
         if kept is not None:
             placements = self.placements.optimizer if is_final else self.placements.gradient

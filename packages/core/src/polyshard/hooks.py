@@ -5,6 +5,7 @@ Hooks hold units, never modules; a hook on a tensor holds its group weakly.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .autograd import current_graph_task, producers, tensors_in
-from .context import ForwardPass, context_of
+from .autograd import before_node, producers, tensors_in
+from .context import ForwardPass, context_of, unit_of
 from .group import ParameterGroup
-from .unit import Inputs, Unit
+from .unit import Call, Unit
 
 
 def attach(
@@ -31,11 +32,13 @@ def attach(
         handles: takes the handle of each hook at once, so that a failure half-way can be undone.
     """
     weak_unit = weakref.ref(unit)
+    unit.has_nested = any(unit_of(child) not in (None, unit) for child in module.modules())
     for group in unit.groups:
         group.on_grad = _OnGrad(weak_unit)
     before = _PreForward(unit)
     handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-    handles.append(module.register_forward_hook(_PostForward(unit), always_call=True))
+    handles.append(module.register_forward_hook(_Returned(unit)))
+    handles.append(module.register_forward_hook(_Left(unit), always_call=True))
     for owner in owners:
         if owner is not module:
             watch = _WatchOutput(unit, unit.groups_of(owner))
@@ -51,14 +54,13 @@ class _PreForward:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         unit = self.unit
         context = context_of(unit)
-        if unit.depth and not context.is_root(unit):
-            unit.depth += 1  # the module runs inside itself: its weights are there
+        if unit.depth and (not context.is_root(unit) or _runs_inside_itself(module)):
+            unit.depth += 1  # its weights are there
             return None
         unit.recomputing = context.enter_forward(unit)
         unit.depth = 1
         unit.show_full()
-        await_inputs = unit.has_frozen and torch.is_grad_enabled()
-        unit.inputs = _await_inputs(unit, (args, kwargs)) if await_inputs else None
+        unit.call = _await_inputs(unit, (args, kwargs)) if torch.is_grad_enabled() else None
         precision = unit.precision
         if precision.compute_dtype is None or not precision.cast_forward_inputs:
             return None
@@ -66,8 +68,8 @@ class _PreForward:
         return _cast(args, dtype), _cast(kwargs, dtype)
 
 
-class _PostForward:
-    """Called after a return and after an exception, then with no output."""
+class _Returned:
+    """Called after a return only."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -75,22 +77,27 @@ class _PostForward:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         unit = self.unit
         if unit.depth > 1:
-            unit.depth -= 1
             return None
+        _watch(unit, output)
+        unit.refuse_writes()
+        dtype = unit.precision.output_dtype
+        return None if dtype is None else _cast(output, dtype)
+
+
+class _Left:
+    """Called after a return and after an exception."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        unit = self.unit
         if unit.depth == 0:
-            return None  # the forward failed before it began
-        context = context_of(unit)
-        unit.depth = 0
-        try:
-            if output is not None:
-                _watch(unit, output)
-                unit.refuse_writes()
-        finally:
+            return  # the forward failed before it began
+        unit.depth -= 1
+        if unit.depth == 0:
             unit.show_sharded()
-            context.leave_forward(unit, recompute=unit.recomputing)
-        if unit.precision.output_dtype is not None and output is not None:
-            return _cast(output, unit.precision.output_dtype)
-        return None
+            context_of(unit).leave_forward(unit, recompute=unit.recomputing)
 
 
 class _WatchOutput:
@@ -116,33 +123,33 @@ def _watch(unit: Unit, output: object) -> None:
 def _hook_producers(
     unit: Unit, groups: Sequence[ParameterGroup], tensors: Iterable[Tensor]
 ) -> None:
-    hook: Callable[[Any], None] | None = None
+    hook: Callable[[], None] | None = None
     for tensor in tensors:
         if not tensor.requires_grad:
             continue
         if hook is None:
             hook = _BeforeBackward(unit, groups, context_of(unit).latest_forward)
         for node in producers(tensor):
-            node.register_prehook(hook)
+            before_node(node, hook)
 
 
 class _BeforeBackward:
     """Runs before backward reaches what the unit computed with the weights of some groups."""
 
-    __slots__ = ("forward_pass", "groups", "inputs", "unit")
+    __slots__ = ("call", "forward_pass", "groups", "unit")
 
     def __init__(
         self, unit: Unit, groups: Sequence[ParameterGroup], forward_pass: ForwardPass
     ) -> None:
         self.unit, self.groups, self.forward_pass = unit, groups, forward_pass
-        self.inputs = unit.inputs
+        self.call = unit.call
 
-    def __call__(self, _grads: object) -> None:
-        unit = self.unit
-        context_of(unit).gather_for_backward(unit, self.groups, self.forward_pass)
-        if self.inputs is not None and self.inputs not in unit.not_left:
-            self.inputs.unreached = self.inputs.producers
-            unit.not_left.add(self.inputs)
+    def __call__(self) -> None:
+        unit, call = self.unit, self.call
+        context_of(unit).gather_for_backward(unit, self.groups, self.forward_pass, call)
+        if call is not None and call.producers and call not in unit.not_left:
+            call.unreached = call.producers
+            unit.not_left.add(call)
 
 
 class _OnGrad:
@@ -153,8 +160,8 @@ class _OnGrad:
 
     def __call__(self, group: ParameterGroup, index: int, parameter: Tensor) -> None:
         unit = self._unit()
-        if unit is None or current_graph_task() == -1:
-            return  # a gradient that the user put there by hand
+        if unit is None:
+            return
         grad, parameter.grad = parameter.grad, None
         if grad is None:
             return
@@ -166,22 +173,34 @@ class _OnGrad:
             context.on_complete(unit)
 
 
-def _await_inputs(unit: Unit, values: object) -> Inputs | None:
-    """Notice when backward reaches what produced the inputs: it has left this forward then."""
+def _await_inputs(unit: Unit, values: object) -> Call:
+    """Notice when backward reaches what produced the inputs: it has left this call then."""
     nodes = {node for tensor in tensors_in(values) for node in producers(tensor)}
-    if not nodes:
-        return None
-    inputs = Inputs(len(nodes))
+    # Without any, the parameters' own gradients come last, unless other units are in between:
+    # backward has left such a call at its end only.
+    call = Call(len(nodes) or int(unit.has_nested))
 
-    def reached(_grads: object) -> None:
-        inputs.unreached -= 1
-        if inputs.unreached <= 0 and inputs in unit.not_left:
-            unit.not_left.discard(inputs)
+    def reached() -> None:
+        call.unreached -= 1
+        if call.unreached <= 0 and call in unit.not_left:
+            unit.not_left.discard(call)
             unit.release_after_backward()
 
     for node in nodes:
-        node.register_prehook(reached)
-    return inputs
+        before_node(node, reached)
+    return call
+
+
+def _runs_inside_itself(module: nn.Module) -> bool:
+    """Whether an outer call of ``module`` is on the stack; else it was interrupted and never left.
+
+    Looked up only where a forward begins that seems to be running: KeyboardInterrupt runs no hook.
+    """
+    calls, frame = 0, inspect.currentframe()
+    while frame is not None:
+        calls += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls > 1
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -21,10 +21,14 @@ from .transport import Transport
 
 
 @dataclass(eq=False)
-class Inputs:
-    """What produced the inputs of one forward: once backward has reached all, it has left it."""
+class Call:
+    """One forward of a unit, as its backward sees it.
 
-    producers: int
+    Backward has left the call once it has reached the nodes that produced its inputs: everything
+    that the unit computed from them is done by then.
+    """
+
+    producers: int = 0
     unreached: int = 0
 
 
@@ -60,6 +64,7 @@ class Unit:
         self.is_collective = any(group.is_collective for group in groups)
         self._shows_full = True  # in the places where its parameters are registered
         self.index = 0  # in the context's registration order
+        self.has_nested = False  # units below its module, found when it was attached
         self.depth = 0  # forwards of the module that are running, one inside the other
         self.recomputing = False  # the forward that runs is a recomputation inside a backward
         self.held = 0  # `unsharded` scopes around it
@@ -67,8 +72,9 @@ class Unit:
         self.entered_forward = False  # since gradients were last final
         self.entered_backward = False  # in the backward that runs
         self.completed_backward = False  # all its gradients arrived in the backward that runs
-        self.inputs: Inputs | None = None  # of the latest forward, where they are watched
-        self.not_left: set[Inputs] = set()  # of forwards that backward has entered and not left
+        self.call: Call | None = None  # the latest forward, where gradients are recorded
+        self.entered_calls: set[Call] = set()  # in the backward that runs
+        self.not_left: set[Call] = set()  # those of them that it has not left
 
     def rename(self, name: str) -> None:
         """Take the name that the root knows the unit by; the same on every rank."""
@@ -91,6 +97,13 @@ class Unit:
             )
         )
 
+    def gather_again(self) -> None:
+        """For another call in the same backward. Whether this rank has let go since the last one
+        depends on its own gradients; so that all ranks do the same, none looks."""
+        if self.reshard_after_forward:
+            self.release()
+        self.submit_gather(forward=False)
+
     def submit_gather(
         self, groups: Sequence[ParameterGroup] | None = None, *, forward: bool
     ) -> None:
@@ -111,29 +124,17 @@ class Unit:
         for group in self.groups:
             group.release(copies=copies)
 
-    @property
-    def has_frozen(self) -> bool:
-        """Some gathered parameters never announce that backward is done with them."""
-        return any(
-            len(group.gradients.expected) < len(group.parameters)
-            for group in self.groups
-            if group.gathered_numel
-        )
-
     def release_after_backward(self) -> None:
-        """All gradients arrived, so nothing needs the trainable weights any more.
+        """Let go of the weights if nothing in the backward that runs needs them any more.
 
-        Frozen ones may be needed until backward has left the unit through its inputs.
+        Gradients alone do not tell: autograd delivers them before it reaches earlier nodes, which
+        may have saved a weight detached, as data, or frozen.
         """
-        if self.trainable and not self.completed_backward:
+        if self.not_left or (self.trainable and not self.completed_backward):
             return
-        if not self.not_left:
+        if self.reshard_after_forward:
             self.show_sharded()
             self.release()
-        elif not (self.held or self.depth or self.pinned):
-            for group in self.groups:
-                if len(group.gradients.expected) == len(group.parameters):
-                    group.release()
 
     def sync_requires_grad(self) -> None:
         """Freezing and unfreezing is honoured from the next forward on."""
@@ -234,6 +235,7 @@ class Unit:
         self.show_sharded()
         self.entered_backward = self.completed_backward = False
         self.not_left.clear()
+        self.entered_calls.clear()
 
     def abandon(self) -> None:
         """Forget the pass that failed: gradients in the making, gathered storage, shown faces."""
