@@ -42,10 +42,10 @@ class Choosing(nn.Module):
 class Chain(nn.Module):
     """Blocks in any order, each as often as wanted."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 3) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Choosing() for _ in range(3))
+        self.blocks = nn.ModuleList(Choosing() for _ in range(blocks))
 
     def forward(self, x: Tensor, order: list[int], what: list[str]) -> Tensor:
         x = self.first(x)
@@ -98,7 +98,21 @@ def handed_on(model: nn.Module, ranks: list[int]) -> None:
         loss(model, ranks, [0, 1, 2], [["both"] * 3, what]).backward()
 
 
-SCENARIOS: list[Scenario] = [another_order, backward_twice, two_forwards, a_unit_twice, handed_on]
+def many_after_one(model: nn.Module, ranks: list[int]) -> None:
+    """The unit that backward enters first has its gradients on one rank only; seven follow."""
+    for _ in range(2):
+        ways = [["both"] * 8, [*["both"] * 7, "always"]]
+        loss(model, ranks, list(range(8)), ways).backward()
+
+
+SCENARIOS: list[Scenario] = [
+    many_after_one,
+    another_order,
+    backward_twice,
+    two_forwards,
+    a_unit_twice,
+    handed_on,
+]
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
@@ -123,7 +137,7 @@ def run(rank: int, strategy: str, scenario: Scenario) -> dict[str, Tensor | None
 
 def make_chain() -> Chain:
     torch.manual_seed(0)
-    return Chain()
+    return Chain(8)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)

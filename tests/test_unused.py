@@ -190,8 +190,8 @@ def test_the_order_of_the_first_backward_on_rank_0_is_taken_by_all(
     strategy: str, elsewhere: str
 ) -> None:
     """The first backward reduces in reverse order of registration, every later one in the order in
-    which the first rank's units completed in it, whatever the others did."""
+    which the first rank was done with its units, whatever the others did."""
     for seen in check([["1:sab 0:sab 2:sab"], [elsewhere]], strategy):
         first, second = ([label.partition(" (")[0] for label in step] for step in seen.reductions)
         assert first == ["parts.2", "parts.1", "parts.0", "Whole"]
-        assert second == ["Whole", "parts.2", "parts.0", "parts.1"]
+        assert second == ["parts.2", "parts.0", "parts.1", "Whole"]

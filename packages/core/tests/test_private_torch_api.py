@@ -234,7 +234,11 @@ class TestSession:
 
     def events(self) -> tuple[BackwardSession, list[str]]:
         seen: list[str] = []
-        return BackwardSession(lambda: seen.append("end"), lambda: seen.append("failed")), seen
+        return BackwardSession(
+            on_end=lambda: seen.append("end"),
+            on_failure=lambda: seen.append("failed"),
+            on_nested_end=lambda task: None,
+        ), seen
 
     def test_ends_once(self) -> None:
         """However often it was entered, a backward ends once; the next one again."""
@@ -286,6 +290,64 @@ class TestSession:
         handle.remove()
         y.sum().backward()
         assert seen == ["failed", "seen by the caller", "end"]
+
+
+class TestEngineOrder:
+    """Of the nodes that are ready, autograd runs the one made last first."""
+
+    @pytest.mark.parametrize("short", [False, True])
+    def test_later_branches_run_first(self, short: bool) -> None:
+        """A node runs after all that were made after it, whether or not they lead to it."""
+        seen: list[str] = []
+
+        def marked(name: str, tensor: Tensor) -> Tensor:
+            assert tensor.grad_fn is not None
+            tensor.grad_fn.register_prehook(lambda grads: seen.append(name))
+            return tensor
+
+        early = marked("early", leaf() * 2)
+        aside = marked("aside", leaf() * 3)  # does not lead to `early`
+        for step in range(1 if short else 5):
+            aside = marked(f"aside {step}", aside.sin())
+        late = marked("late", early * 4)
+        (marked("sum", late + aside)).sum().backward()
+        assert seen[-1] == "early"
+        assert seen.index("sum") < seen.index("late") < seen.index("aside")
+
+
+class TestNodeMetadata:
+    """Node.metadata, in whose stub it is a method."""
+
+    @pytest.mark.parametrize("kind", ["native", "custom"])
+    def test_one_dict_for_the_life_of_a_node(self, kind: str) -> None:
+        """It is the same dict each time the node is looked at."""
+        out = leaf() * 2 if kind == "native" else Doubled.apply(leaf())
+        assert out.grad_fn is not None
+        out.grad_fn.metadata["polyshard.test"] = mark = [1]
+        assert out.grad_fn.metadata["polyshard.test"] is mark
+
+    def test_it_is_freed_with_the_node(self) -> None:
+        """What a hook and the metadata share does not keep the node alive."""
+        out = leaf() * 2
+        assert out.grad_fn is not None
+        calls = {object()}
+        out.grad_fn.metadata["polyshard.test"] = calls
+        out.grad_fn.register_prehook(lambda grads, calls=calls: None)
+        reference = weakref.ref(calls)
+        del calls, out
+        assert reference() is None
+
+
+class Doubled(torch.autograd.Function):
+    """A node that is written in Python."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad * 2
 
 
 class TestBase:

@@ -61,20 +61,19 @@ class TestPrefetch:
 def completions(draw: st.DrawFn) -> tuple[int, list[int], list[int] | None]:
     count = draw(st.integers(1, 7))
     completed = draw(st.lists(st.integers(0, count - 1), max_size=10))
-    previous = draw(st.none() | st.permutations(range(count)))
-    return count, completed, previous
+    return count, completed
 
 
 class TestReductionOrder:
     @given(completions())
     def test_every_unit_once(self, case: tuple[int, list[int], list[int] | None]) -> None:
         """Completed units come first, in that order; the others follow in the order before."""
-        count, completed, previous = case
-        order = reduction_order(count, completed, previous)
+        count, completed = case
+        order = reduction_order(count, completed)
         assert sorted(order) == list(range(count))
         known = list(dict.fromkeys(completed))
         assert list(order[: len(known)]) == known
-        before = list(range(count - 1, -1, -1)) if previous is None else list(previous)
+        before = list(range(count - 1, -1, -1))
         rest = list(order[len(known) :])
         assert rest == sorted(rest, key=before.index)
 

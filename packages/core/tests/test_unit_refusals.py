@@ -100,7 +100,7 @@ class TestModules:
 
     def test_a_sparse_parameter(self, world: OneRank) -> None:
         """A parameter without strides is refused by name."""
-        with pytest.raises(UnsupportedError, match=r"'p1' of Unbuilt is torch\.sparse_coo"):
+        with pytest.raises(UnsupportedError, match=r"'p1' of Unbuilt has layout torch\.sparse_coo"):
             world.shard(sparse())
 
     def test_a_dtensor(self, world: OneRank, mesh: DeviceMesh) -> None:

@@ -16,10 +16,11 @@ from .transport import Transport
 from .unit import Unit
 
 
-def agree_on_order(completed: Sequence[int], num_units: int, transport: Transport) -> list[int]:
-    """The first rank's order of completion, known to all ranks of the mesh afterwards."""
+def agree_on_order(done: Sequence[int], num_units: int, transport: Transport) -> list[int]:
+    """The order in which backward was done with units on the first rank; known to all ranks of the
+    mesh afterwards."""
     message = torch.full((num_units,), -1, dtype=torch.int64)
-    known = list(dict.fromkeys(completed))
+    known = list(dict.fromkeys(done))
     message[: len(known)] = torch.tensor(known, dtype=torch.int64)
     message = message.to(transport.device)
     label = "order of reductions"

@@ -46,9 +46,10 @@ def before_node(node: Node, call: Callable[[], None]) -> None:
     A module that hands its input on shares the node with whoever produced that input: backward has
     to reach the module first, as it does where the module computes something.
     """
-    calls: list[Callable[[], None]] | None = node.metadata.get(_BEFORE)
+    metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]
+    calls: list[Callable[[], None]] | None = metadata.get(_BEFORE)
     if calls is None:
-        calls = node.metadata[_BEFORE] = []
+        calls = metadata[_BEFORE] = []
         node.register_prehook(_LatestFirst(calls))
     calls.append(call)
 
@@ -112,11 +113,17 @@ class BackwardSession:
 
     ``on_end`` runs once, when the outermost has finished. A backward that raised never calls
     back; its task object dies with it, so it cannot be mistaken for a running outer one, and
-    ``on_failure`` runs then, before the caller sees the exception.
+    ``on_failure`` runs then, before the caller sees the exception. ``on_nested_end`` runs, with
+    its id, when a nested one has finished.
     """
 
-    def __init__(self, on_end: Callable[[], None], on_failure: Callable[[], None]) -> None:
-        self._on_end, self._on_failure = on_end, on_failure
+    def __init__(
+        self,
+        on_end: Callable[[], None],
+        on_failure: Callable[[], None],
+        on_nested_end: Callable[[int], None],
+    ) -> None:
+        self._on_end, self._on_failure, self._on_nested_end = on_end, on_failure, on_nested_end
         self._tasks: list[weakref.ref[_Task]] = []
         self.nested = False
 
@@ -144,7 +151,9 @@ class BackwardSession:
 
     def _leave(self, task: _Task) -> None:
         self._tasks = [known for known in self._tasks if known() not in (None, task)]
-        if not self._tasks:
+        if self._tasks:
+            self._on_nested_end(task.id)
+        else:
             self._on_end()
 
     def _failed(self, reference: weakref.ref[_Task]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from .calls import ForwardPass
 from .unit import Unit
 
 #: Units whose reduction may still read its input while later units pack theirs.
@@ -26,21 +27,26 @@ class BackwardPass:
         self._units, self._order = units, order
         self.final = False  # whether a forward that it covers was a last microbatch
         self.may_reduce_early = True  # before the end, where it is known which units take part
-        self.completed: list[int] = []  # in the order in which this rank's units completed
+        self.covered: set[ForwardPass] = set()
+        #: Units in the order in which backward was done with them; the values say nothing.
+        self.done: dict[int, None] = {}
         self.reduced: set[int] = set()
         self._unfinished: set[int] = set()  # reduced before it was known to be final
         self._until = 0  # everything before it in the order was reduced or takes no part
         self._in_flight: deque[Unit] = deque()
 
-    def on_complete(self, unit: Unit, *, may_reduce: bool) -> None:
-        """All gradients of ``unit`` arrived: reduce it, and those that waited for it."""
-        self.completed.append(unit.index)
+    def on_done(self, unit: Unit, *, may_reduce: bool) -> None:
+        """No more gradients of ``unit`` come from the calls that backward entered: reduce it, and
+        those that waited for it. At the same point of the program on every rank."""
+        self.done.setdefault(unit.index)
         if not (may_reduce and self.may_reduce_early):
             return
+        if unit.index in self.reduced:
+            self._reduce(unit)
         while self._until < len(self._order):
             following = self._units[self._order[self._until]]
             if _takes_part(following) and following.index not in self.reduced:
-                if not (following.started and following.complete):
+                if following.index not in self.done:
                     return
                 self._reduce(following)
             self._until += 1
@@ -50,7 +56,7 @@ class BackwardPass:
         for index in self._order:
             unit = self._units[index]
             known = index in self.reduced and not (self.final and index in self._unfinished)
-            if not known and _takes_part(unit):
+            if not known and (_takes_part(unit) or unit.started):
                 self._reduce(unit)
 
     def reduce_again(self, reopened: set[int]) -> None:

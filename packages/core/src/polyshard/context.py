@@ -6,9 +6,8 @@ Knows units and the schedule's decisions; knows nothing of what modules compute,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 
 import torch
@@ -17,21 +16,15 @@ from torch import nn
 from .agreement import agree_on_order, agree_on_reopened
 from .autograd import BackwardSession, current_graph_task
 from .backward import BackwardPass
+from .calls import Call, EnteredCalls, ForwardPass
 from .errors import BackendError, UnsupportedError
 from .group import ParameterGroup
-from .schedule import prefetch, reduction_order
+from .order import Order
+from .schedule import reduction_order
 from .sharded_tensor import dispatch_is_honoured
 from .spi import Traffic
 from .transport import Transport
-from .unit import Call, Unit
-
-
-@dataclass(frozen=True)
-class ForwardPass:
-    """One root forward, as its backward remembers it."""
-
-    is_last: bool
-    window: int  # counts the windows of its context
+from .unit import Unit
 
 
 class FsdpContext:
@@ -50,13 +43,16 @@ class FsdpContext:
         self.is_last = True
         self.window_open = False
         self.sequence = 0  # of the latest forward, over all contexts
-        self._window = 0
-        self.latest_forward = ForwardPass(is_last=True, window=0)
+        self.latest_forward = ForwardPass(is_last=True)
+        self._open_passes: list[ForwardPass] = []  # forwards that wait for their backward
+        # Whether backwards cover all of them at once, as far as is known: then a unit is reduced
+        # once for all, else once for each.
+        self._joint = True
         self.backward: BackwardPass | None = None
         self._task = -1  # the graph task in which a hook of this context ran last
         self._root: Unit | None = None  # of the forward that runs
-        self._forward_order = _Order([0])
-        self._backward_order: _Order | None = None
+        self._forward_order = Order([0])
+        self._backward_order: Order | None = None
         self._reduction_order: tuple[int, ...] | None = None  # agreed with the other ranks
         _contexts.add(self)
 
@@ -102,13 +98,14 @@ class FsdpContext:
                     "runs for the first time; run the ancestor once before."
                 )
             self.window_open = self.window_open or other.window_open
+            self._open_passes += [p for p in other._open_passes if p not in self._open_passes]
             _contexts_by_unit[unit] = self
             unit.rename(path)
         units = [*below, *(unit for unit in known if unit not in below)]
         for index, unit in enumerate(units):
             unit.index = index
         self._references = [weakref.ref(unit) for unit in units]
-        self._forward_order = _Order(list(range(len(units))))
+        self._forward_order = Order(list(range(len(units))))
         self._backward_order = self._reduction_order = None
 
     # -- forward ------------------------------------------------------------------------------
@@ -119,10 +116,7 @@ class FsdpContext:
             # Queues the end of backward on the outermost task, where a reentrant checkpoint runs
             # this before any of our backward hooks.
             self.enter_backward()
-            if unit.entered_calls:
-                unit.gather_again()
-            else:
-                unit.submit_gather(forward=False)
+            unit.submit_gather(forward=False)
             unit.await_gather()
             return True
         if self._root is None or self._root is unit:
@@ -138,6 +132,10 @@ class FsdpContext:
             unit.entered_forward = True
         unit.await_gather()
         return False
+
+    def begin_call(self, unit: Unit) -> Call:
+        """A forward of the unit whose gradients are recorded."""
+        return Call(unit, self.latest_forward, unit.recomputing)
 
     def is_root(self, unit: Unit) -> bool:
         """Whether the forward that runs began with ``unit``."""
@@ -160,7 +158,9 @@ class FsdpContext:
         self._take_in_descendants(root)
         self._root = root
         self.sequence = next(self._sequence)
-        self.latest_forward = ForwardPass(self.is_last, self._window)
+        self.latest_forward = ForwardPass(self.is_last)
+        if torch.is_grad_enabled():
+            self._open_passes.append(self.latest_forward)
         units = self.units
         for unit in units:
             if not self.window_open:
@@ -215,31 +215,33 @@ class FsdpContext:
     def _cover(self, forward_pass: ForwardPass) -> None:
         assert self.backward is not None
         self.backward.final = self.backward.final or forward_pass.is_last
-        if forward_pass.window != self._window:
-            # Which units such a backward enters is known at its end.
+        if forward_pass.closed:
+            # A graph that was kept: which units its backward enters is known at its end.
             self.backward.may_reduce_early = False
+        else:
+            self.backward.covered.add(forward_pass)
 
-    def gather_for_backward(
-        self,
-        unit: Unit,
-        groups: Sequence[ParameterGroup],
-        forward_pass: ForwardPass,
-        call: Call | None,
-    ) -> None:
-        """Backward is about to use the unit's weights in ``groups``, for one call of the unit.
+    def enter_call(self, call: Call, groups: Sequence[ParameterGroup], moment: int) -> None:
+        """Backward is about to use the weights in ``groups`` for a call of their unit.
 
-        At first all of the unit is gathered, and again for each further call; what was released
-        since only where it is used again.
+        At first all of the unit is gathered; what was released since only where it is used again.
+
+        Args:
+            moment: the tick at which what it reaches now was there.
         """
-        self.enter_backward(forward_pass)
+        unit = call.unit
+        self.enter_backward(None if call.recomputed else call.forward_pass)
+        is_new = call not in unit.entered_calls
+        if is_new:
+            unit.entered_calls.add(call)
+            unit.not_left.add(call)
+        # First, to make room; but what another call of this unit had is still of use.
+        _leave(_entered.passed(moment))
+        if is_new:
+            _entered.enter(call, current_graph_task())
         # Recomputation inside the unit looks its parameters up.
         unit.show_full()
-        entered_before = unit.entered_backward
-        if call is not None and call not in unit.entered_calls:
-            if entered_before:
-                unit.gather_again()
-            unit.entered_calls.add(call)
-        if entered_before:
+        if unit.entered_backward:
             unit.submit_gather(groups, forward=False)
             unit.await_gather(groups)
             return
@@ -251,23 +253,28 @@ class FsdpContext:
             unit, units=policy.backward_units, elements=policy.backward_elements
         )
         for other in ahead:
-            # What was entered before may be there still or not, depending on the rank.
             if not other.entered_backward:
                 other.submit_gather(forward=False)
         unit.await_gather()
 
-    def on_complete(self, unit: Unit) -> None:
-        """All gradients of the unit have arrived."""
-        assert self.backward is not None
-        unit.completed_backward = True
-        unit.release_after_backward()
+    def leave_call(self, call: Call) -> None:
+        """Backward has run all that the call computed: what gradients it gives are there."""
+        call.uncount()
+        unit = call.unit
+        more_to_come = any(other.open_calls[id(unit)] for other in self._open_passes)
+        unit.leave(call, more_to_come=more_to_come)
+        if unit.not_left or (more_to_come and self._joint):
+            return
+        if not call.recomputed and call.forward_pass.open_calls[id(unit)]:
+            return
         # Roots reduce in the reverse order of their forwards.
         later_open = any(
             other.window_open and other.sequence > self.sequence
             for other in list(_contexts)
             if other is not self
         )
-        self.backward.on_complete(unit, may_reduce=not later_open)
+        assert self.backward is not None
+        self.backward.on_done(unit, may_reduce=not later_open)
 
     def finish_backward(self) -> None:
         """The outermost backward is over: reduce what is left, show gradients, let go."""
@@ -280,7 +287,7 @@ class FsdpContext:
                 # A reentrant checkpoint can deliver gradients after their unit was reduced.
                 backward.reduce_again(agree_on_reopened(units, self.transports()))
             if self._reduction_order is None:
-                self._reduction_order = self._agree_on_order(backward.completed)
+                self._reduction_order = self._agree_on_order(list(backward.done))
             self._settle()
             backward.collect()
         except BaseException:
@@ -294,17 +301,26 @@ class FsdpContext:
             if backward.final:
                 unit.entered_forward = unit.pinned = False
             unit.release(copies=backward.final or not self.window_open)
-        if backward.final:
-            self.window_open = False
-            self._window += 1
+        self.window_open = self.window_open and not backward.final
+        self._close_passes(backward)
         for transport in self.transports():
             transport.join()
 
-    def _agree_on_order(self, completed: list[int]) -> tuple[int, ...]:
+    def _close_passes(self, backward: BackwardPass) -> None:
+        waiting = [other for other in self._open_passes if other not in backward.covered]
+        if any(other.open_calls.total() for other in waiting):
+            self._joint = False
+        elif len(backward.covered) > 1:
+            self._joint = True
+        for covered in self._open_passes if backward.final else backward.covered:
+            covered.closed = True
+        self._open_passes = [] if backward.final else waiting
+
+    def _agree_on_order(self, done: list[int]) -> tuple[int, ...]:
         units, transports = self.units, self.transports()
         if len(transports) != 1 or len(units) == 1:
             return reduction_order(len(units), None)
-        return reduction_order(len(units), agree_on_order(completed, len(units), transports[0]))
+        return reduction_order(len(units), agree_on_order(done, len(units), transports[0]))
 
     def abandon(self) -> None:
         """Forget a pass that failed: the next one finds everything at rest."""
@@ -314,6 +330,9 @@ class FsdpContext:
                 unit.abandon()
         self.backward = self._root = None
         self.window_open = False
+        for forward_pass in self._open_passes:
+            forward_pass.closed = True
+        self._open_passes = []
         for order in (self._forward_order, self._backward_order):
             if order is not None:
                 order.end()
@@ -325,54 +344,10 @@ class FsdpContext:
             transport.join()
 
 
-class _Order:
-    """An order in which units are expected, and the one that is being recorded."""
-
-    def __init__(self, expected: list[int]) -> None:
-        self._expected = expected
-        self._first = {index: place for place, index in reversed(list(enumerate(expected)))}
-        self._place = -1
-        self._recorded: list[int] = []
-        self._units: list[Unit] = []
-        self._sizes: list[int] = []
-
-    def begin(self, units: list[Unit]) -> None:
-        """A pass begins."""
-        self._place, self._recorded, self._units = -1, [], units
-        self._sizes = [unit.gathered_numel for unit in units]
-
-    def ahead(self, unit: Unit, *, units: int, elements: int | None) -> list[Unit]:
-        """Record that ``unit`` is entered; which ones to gather while it computes?"""
-        self._recorded.append(unit.index)
-        following = self._place + 1
-        if following < len(self._expected) and self._expected[following] == unit.index:
-            self._place = following
-        else:
-            # Another order than last time: go on from where this unit was.
-            self._place = self._first.get(unit.index, self._place)
-        chosen = prefetch(
-            self._expected, self._place, sizes=self._sizes, units=units, elements=elements
-        )
-        return [self._units[index] for index in chosen]
-
-    def next(self) -> _Order:
-        """What to expect of the next pass: what was recorded, if anything was."""
-        self.end()
-        if not self._recorded or self._recorded == self._expected:
-            return self
-        return _Order(self._recorded)
-
-    def end(self) -> None:
-        """The pass is over. Units are held no longer: they hold the context that holds this."""
-        self._units = []
-
-    def reversed(self) -> _Order:
-        return _Order(list(dict.fromkeys(self._expected[::-1])))
-
-
 #: Which context a unit runs under. Here, not in the unit: a unit knows nothing above itself.
 _contexts_by_unit: weakref.WeakKeyDictionary[Unit, FsdpContext] = weakref.WeakKeyDictionary()
 _contexts: weakref.WeakSet[FsdpContext] = weakref.WeakSet()
+_entered = EnteredCalls()
 _active: list[FsdpContext] = []  # those that take part in the backward that runs
 
 
@@ -394,7 +369,14 @@ def context_of(unit: Unit) -> FsdpContext:
     return _contexts_by_unit[unit]
 
 
+def _leave(calls: Iterable[Call]) -> None:
+    for call in calls:
+        context_of(call.unit).leave_call(call)
+
+
 def _finish_active() -> None:
+    _leave(_entered.passed(-1))
+    _entered.clear()
     # In the reverse order of their forwards, the same on every rank.
     contexts = sorted(_active, key=lambda context: -context.sequence)
     _active.clear()
@@ -404,10 +386,13 @@ def _finish_active() -> None:
 
 def _drop_failed_backward() -> None:
     if _active and not _session.running:
+        _entered.clear()
         failed = list(_active)
         _active.clear()
         for context in failed:
             context.abandon()
 
 
-_session = BackwardSession(_finish_active, _drop_failed_backward)
+_session = BackwardSession(
+    _finish_active, _drop_failed_backward, lambda task: _leave(_entered.ended(task))
+)

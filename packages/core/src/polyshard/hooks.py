@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .autograd import before_node, producers, tensors_in
-from .context import ForwardPass, context_of, unit_of
+from .calls import Call, tick
+from .context import context_of
 from .group import ParameterGroup
-from .unit import Call, Unit
+from .unit import Unit
 
 
 def attach(
@@ -32,7 +33,6 @@ def attach(
         handles: takes the handle of each hook at once, so that a failure half-way can be undone.
     """
     weak_unit = weakref.ref(unit)
-    unit.has_nested = any(unit_of(child) not in (None, unit) for child in module.modules())
     for group in unit.groups:
         group.on_grad = _OnGrad(weak_unit)
     before = _PreForward(unit)
@@ -60,7 +60,7 @@ class _PreForward:
         unit.recomputing = context.enter_forward(unit)
         unit.depth = 1
         unit.show_full()
-        unit.call = _await_inputs(unit, (args, kwargs)) if torch.is_grad_enabled() else None
+        unit.call = context.begin_call(unit) if torch.is_grad_enabled() else None
         precision = unit.precision
         if precision.compute_dtype is None or not precision.cast_forward_inputs:
             return None
@@ -96,6 +96,7 @@ class _Left:
             return  # the forward failed before it began
         unit.depth -= 1
         if unit.depth == 0:
+            unit.call = None
             unit.show_sharded()
             context_of(unit).leave_forward(unit, recompute=unit.recomputing)
 
@@ -105,7 +106,7 @@ class _WatchOutput:
         self.unit, self.groups = unit, groups
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self.unit.call is not None:
             _hook_producers(self.unit, self.groups, tensors_in(output))
 
 
@@ -116,7 +117,7 @@ def _watch(unit: Unit, output: object) -> None:
     tensors = list(tensors_in(output))
     if unit.shares_storage(tensors):
         unit.pinned = True
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and unit.call is not None:
         _hook_producers(unit, unit.groups, tensors)
 
 
@@ -124,32 +125,29 @@ def _hook_producers(
     unit: Unit, groups: Sequence[ParameterGroup], tensors: Iterable[Tensor]
 ) -> None:
     hook: Callable[[], None] | None = None
+    call = unit.call
+    assert call is not None
     for tensor in tensors:
         if not tensor.requires_grad:
             continue
         if hook is None:
-            hook = _BeforeBackward(unit, groups, context_of(unit).latest_forward)
+            hook = _BeforeBackward(call, groups)
         for node in producers(tensor):
             before_node(node, hook)
 
 
 class _BeforeBackward:
-    """Runs before backward reaches what the unit computed with the weights of some groups."""
+    """Runs before backward reaches what a call computed with the weights of some groups."""
 
-    __slots__ = ("call", "forward_pass", "groups", "unit")
+    __slots__ = ("_call", "_groups", "_moment")
 
-    def __init__(
-        self, unit: Unit, groups: Sequence[ParameterGroup], forward_pass: ForwardPass
-    ) -> None:
-        self.unit, self.groups, self.forward_pass = unit, groups, forward_pass
-        self.call = unit.call
+    def __init__(self, call: Call, groups: Sequence[ParameterGroup]) -> None:
+        self._call, self._groups, self._moment = call, groups, tick()
+        call.count()
 
     def __call__(self) -> None:
-        unit, call = self.unit, self.call
-        context_of(unit).gather_for_backward(unit, self.groups, self.forward_pass, call)
-        if call is not None and call.producers and call not in unit.not_left:
-            call.unreached = call.producers
-            unit.not_left.add(call)
+        call = self._call
+        context_of(call.unit).enter_call(call, self._groups, self._moment)
 
 
 class _OnGrad:
@@ -169,26 +167,6 @@ class _OnGrad:
         context.enter_backward()
         assert context.backward is not None
         group.gradients.add(index, grad, final=context.backward.final)
-        if unit.complete:
-            context.on_complete(unit)
-
-
-def _await_inputs(unit: Unit, values: object) -> Call:
-    """Notice when backward reaches what produced the inputs: it has left this call then."""
-    nodes = {node for tensor in tensors_in(values) for node in producers(tensor)}
-    # Without any, the parameters' own gradients come last, unless other units are in between:
-    # backward has left such a call at its end only.
-    call = Call(len(nodes) or int(unit.has_nested))
-
-    def reached() -> None:
-        call.unreached -= 1
-        if call.unreached <= 0 and call in unit.not_left:
-            unit.not_left.discard(call)
-            unit.release_after_backward()
-
-    for node in nodes:
-        before_node(node, reached)
-    return call
 
 
 def _runs_inside_itself(module: nn.Module) -> bool:

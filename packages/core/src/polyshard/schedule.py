@@ -62,18 +62,13 @@ def prefetch(
     return chosen
 
 
-def reduction_order(
-    num_units: int, completed: Sequence[int] | None, previous: Sequence[int] | None = None
-) -> tuple[int, ...]:
+def reduction_order(num_units: int, done: Sequence[int] | None) -> tuple[int, ...]:
     """The order in which every rank reduces the units of a root.
 
     Args:
         num_units: units are numbered in registration order.
-        completed: the order in which one agreed rank's units completed in an earlier backward;
-            None before the first, when reverse registration order serves.
-        previous: an order for the units that did not complete; reverse registration by default.
+        done: the order in which backward was done with units on one agreed rank; None before the
+            first backward. Reverse registration order serves for all others, which come last.
     """
-    fallback = previous if previous is not None else range(num_units - 1, -1, -1)
-    first = list(dict.fromkeys(completed or ()))
-    done = set(first)
-    return (*first, *(unit for unit in fallback if unit not in done))
+    first = dict.fromkeys(done or ())
+    return (*first, *(unit for unit in range(num_units - 1, -1, -1) if unit not in first))

@@ -7,29 +7,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from .calls import Call
 from .errors import UnsupportedError
 from .group import ParameterGroup
 from .parameter import ManagedParameter
 from .precision import MixedPrecisionPolicy
 from .schedule import SchedulePolicy
 from .transport import Transport
-
-
-@dataclass(eq=False)
-class Call:
-    """One forward of a unit, as its backward sees it.
-
-    Backward has left the call once it has reached the nodes that produced its inputs: everything
-    that the unit computed from them is done by then.
-    """
-
-    producers: int = 0
-    unreached: int = 0
 
 
 class Unit:
@@ -64,15 +52,13 @@ class Unit:
         self.is_collective = any(group.is_collective for group in groups)
         self._shows_full = True  # in the places where its parameters are registered
         self.index = 0  # in the context's registration order
-        self.has_nested = False  # units below its module, found when it was attached
         self.depth = 0  # forwards of the module that are running, one inside the other
         self.recomputing = False  # the forward that runs is a recomputation inside a backward
         self.held = 0  # `unsharded` scopes around it
         self.pinned = False  # an output is a view of what was gathered
         self.entered_forward = False  # since gradients were last final
         self.entered_backward = False  # in the backward that runs
-        self.completed_backward = False  # all its gradients arrived in the backward that runs
-        self.call: Call | None = None  # the latest forward, where gradients are recorded
+        self.call: Call | None = None  # the latest, if gradients are recorded
         self.entered_calls: set[Call] = set()  # in the backward that runs
         self.not_left: set[Call] = set()  # those of them that it has not left
 
@@ -97,13 +83,6 @@ class Unit:
             )
         )
 
-    def gather_again(self) -> None:
-        """For another call in the same backward. Whether this rank has let go since the last one
-        depends on its own gradients; so that all ranks do the same, none looks."""
-        if self.reshard_after_forward:
-            self.release()
-        self.submit_gather(forward=False)
-
     def submit_gather(
         self, groups: Sequence[ParameterGroup] | None = None, *, forward: bool
     ) -> None:
@@ -124,15 +103,14 @@ class Unit:
         for group in self.groups:
             group.release(copies=copies)
 
-    def release_after_backward(self) -> None:
-        """Let go of the weights if nothing in the backward that runs needs them any more.
+    def leave(self, call: Call, *, more_to_come: bool) -> None:
+        """Backward is done with a call: whatever used the weights in it has run.
 
-        Gradients alone do not tell: autograd delivers them before it reaches earlier nodes, which
-        may have saved a weight detached, as data, or frozen.
+        Args:
+            more_to_come: other calls of this unit wait for their backward.
         """
-        if self.not_left or (self.trainable and not self.completed_backward):
-            return
-        if self.reshard_after_forward:
+        self.not_left.discard(call)
+        if not self.not_left and (self.reshard_after_forward or not more_to_come):
             self.show_sharded()
             self.release()
 
@@ -204,11 +182,6 @@ class Unit:
         return any(group.gradients.expected for group in self.groups)
 
     @property
-    def complete(self) -> bool:
-        """Every gradient that the unit expects has arrived."""
-        return all(group.gradients.complete for group in self.groups)
-
-    @property
     def started(self) -> bool:
         """Gradients arrived that were not reduced yet."""
         return any(group.gradients.started for group in self.groups)
@@ -233,7 +206,7 @@ class Unit:
     def end_backward(self) -> None:
         """Forget where the backward that ends stood."""
         self.show_sharded()
-        self.entered_backward = self.completed_backward = False
+        self.entered_backward = False
         self.not_left.clear()
         self.entered_calls.clear()
 

@@ -1,0 +1,90 @@
+"""Which forwards of units a backward has entered, and when it has left them.
+
+Bookkeeping by ticks: a clock that moves with every forward and every hook. Knows no unit from the
+inside, and of autograd one rule of its engine: of the nodes that are ready, the one made last runs
+first. Backward therefore reaches what was there at a tick only after everything that was made
+since, whether or not a gradient came of it, and on every rank alike.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+_clock = count(1)
+
+
+def tick() -> int:
+    """A moment later than all before."""
+    return next(_clock)
+
+
+@dataclass(eq=False)
+class ForwardPass:
+    """One root forward, as its backward remembers it."""
+
+    is_last: bool
+    closed: bool = False  # a backward has covered it, or its window has ended
+    open_calls: Counter[int] = field(default_factory=Counter)  # not left yet, by id of the unit
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward of one unit with gradients."""
+
+    unit: Unit
+    forward_pass: ForwardPass
+    recomputed: bool  # inside a backward: it belongs to no forward pass
+    start: int = field(default_factory=tick)
+    counted: bool = False  # in open_calls
+
+    def count(self) -> None:
+        """Backward can enter it from now on."""
+        if not self.counted and not self.recomputed:
+            self.counted = True
+            self.forward_pass.open_calls[id(self.unit)] += 1
+
+    def uncount(self) -> None:
+        """Backward has left it."""
+        if self.counted:
+            self.counted = False
+            self.forward_pass.open_calls[id(self.unit)] -= 1
+
+
+class EnteredCalls:
+    """The calls that the running backwards have entered and not left."""
+
+    def __init__(self) -> None:
+        self._by_start: list[Call] = []
+        self._by_task: dict[int, list[Call]] = {}
+
+    def enter(self, call: Call, task: int) -> None:
+        """Backward reached an output of ``call``, in the graph task ``task``."""
+        insort(self._by_start, call, key=attrgetter("start"))
+        if call.recomputed:
+            self._by_task.setdefault(task, []).append(call)
+
+    def passed(self, moment: int) -> Iterator[Call]:
+        """Backward reached what was there at ``moment``: the calls that it has left by that."""
+        while self._by_start and self._by_start[-1].start > moment:
+            yield self._by_start.pop()
+
+    def ended(self, task: int) -> Iterator[Call]:
+        """A nested backward ended, and with it the calls that were recomputed for it."""
+        for call in self._by_task.pop(task, ()):
+            if call in self._by_start:
+                self._by_start.remove(call)
+                yield call
+
+    def clear(self) -> None:
+        """No backward runs."""
+        self._by_start.clear()
+        self._by_task.clear()

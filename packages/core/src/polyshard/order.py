@@ -1,0 +1,54 @@
+"""The order in which units are entered: what is expected, and what is recorded of a pass.
+
+Knows units by index and size only.
+"""
+
+from __future__ import annotations
+
+from .schedule import prefetch
+from .unit import Unit
+
+
+class Order:
+    """An order in which units are expected, and the one that is being recorded."""
+
+    def __init__(self, expected: list[int]) -> None:
+        self._expected = expected
+        self._first = {index: place for place, index in reversed(list(enumerate(expected)))}
+        self._place = -1
+        self._recorded: list[int] = []
+        self._units: list[Unit] = []
+        self._sizes: list[int] = []
+
+    def begin(self, units: list[Unit]) -> None:
+        """A pass begins."""
+        self._place, self._recorded, self._units = -1, [], units
+        self._sizes = [unit.gathered_numel for unit in units]
+
+    def ahead(self, unit: Unit, *, units: int, elements: int | None) -> list[Unit]:
+        """Record that ``unit`` is entered; which ones to gather while it computes?"""
+        self._recorded.append(unit.index)
+        following = self._place + 1
+        if following < len(self._expected) and self._expected[following] == unit.index:
+            self._place = following
+        else:
+            # Another order than last time: go on from where this unit was.
+            self._place = self._first.get(unit.index, self._place)
+        chosen = prefetch(
+            self._expected, self._place, sizes=self._sizes, units=units, elements=elements
+        )
+        return [self._units[index] for index in chosen]
+
+    def next(self) -> Order:
+        """What to expect of the next pass: what was recorded, if anything was."""
+        self.end()
+        if not self._recorded or self._recorded == self._expected:
+            return self
+        return Order(self._recorded)
+
+    def end(self) -> None:
+        """The pass is over. Units are held no longer: they hold the context that holds this."""
+        self._units = []
+
+    def reversed(self) -> Order:
+        return Order(list(dict.fromkeys(self._expected[::-1])))
