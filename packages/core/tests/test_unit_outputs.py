@@ -20,6 +20,8 @@ from one_rank import (
 )
 from torch import Tensor, nn
 
+from polyshard.errors import UnsupportedError
+
 Point = namedtuple("Point", ["x", "y"])
 
 
@@ -137,6 +139,20 @@ class TestContainers:
         for module in (model, reference):
             module(rows=5).square().sum().backward()
         assert_same_grads(model, reference)
+
+    def test_none_after_a_write(self, world: OneRank) -> None:
+        """A forward that returns None and wrote its own weight is refused like any other."""
+
+        class Writing(nn.Linear):
+            def forward(self, x: Tensor) -> None:
+                with torch.no_grad():
+                    self.weight.mul_(2)
+
+        model = Writing(4, 3)
+        world.shard(model)
+        with pytest.raises(UnsupportedError, match="wrote to its own parameter 'weight'"):
+            model(batch())
+        assert gathered_bytes(model) == 0
 
     def test_none(self, world: OneRank) -> None:
         """A forward that returns None leaves its unit at rest."""

@@ -14,6 +14,7 @@ What was accumulated is held strongly only while a backward runs; between backwa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from math import prod
 
 import torch
@@ -64,6 +65,12 @@ class GroupGradients:
             for placement in placements.gradient
         )
         self._input: DBuffer | None = None
+        self._staged: DBuffer | None = None  # where the backend keeps such buffers
+        self._keeps_inputs = transport.keeps(Role.REDUCE_INPUT)
+        if self._keeps_inputs:
+            # Such buffers are allocated in the same order on every rank: not in a backward.
+            self._input = self._new_input() if self._has_inner else None
+            self._staged = self._new_staged() if late else None
         self._input_ticket: Ticket | None = None
 
         self.expected: frozenset[int] = frozenset()
@@ -144,9 +151,7 @@ class GroupGradients:
         """Choose what this contribution is packed into, and make it ready."""
         if self._has_inner:
             if self._input is None:
-                self._input = self._allocate(
-                    self._unreduced, self.dtypes.grad_comm, Role.REDUCE_INPUT
-                )
+                self._input = self._new_input()
             self.release_input()
             self._input.storage.acquire()
             self._target, self._overwrite = self._input, True
@@ -155,9 +160,7 @@ class GroupGradients:
         self._adopt(final)
         self._overwrite = self._accumulator is None
         if self._accumulator is None:
-            self._accumulator = self._allocate(
-                self.placements.gradient, self.dtypes.main_grad, Role.REDUCE_INPUT
-            )
+            self._accumulator = self._new_accumulator()
             self._accumulator.storage.acquire()
         self._target = self._accumulator
 
@@ -216,7 +219,11 @@ class GroupGradients:
             placements, kept = self.placements.optimizer, self._final
         fresh = kept is None
         if kept is None:
-            kept = self._allocate(placements, self.dtypes.main_grad, Role.REDUCE_OUTPUT)
+            kept = (
+                self._new_accumulator()
+                if self._has_late
+                else self._allocate(placements, self.dtypes.main_grad, Role.REDUCE_OUTPUT)
+            )
             kept.storage.acquire()
         if self._has_late:
             self._accumulator = kept
@@ -238,10 +245,8 @@ class GroupGradients:
         if lane is not transport.reduce_lane:
             lane.wait(transport.reduce_lane.mark())
         source = accumulator
-        if accumulator.dtype != self.dtypes.grad_comm:
-            staged = self._allocate(
-                self.placements.gradient, self.dtypes.grad_comm, Role.REDUCE_INPUT
-            )
+        if accumulator.dtype != self.dtypes.grad_comm or self._keeps_inputs:
+            staged = self._staged or self._new_staged()
 
             def stage() -> None:
                 staged.storage.acquire()
@@ -267,7 +272,7 @@ class GroupGradients:
             source, kept, self._late_communicators, self._late_purpose, fresh, label, counts
         )
         if source is not accumulator:
-            lane.submit(source.storage.release, label=label)
+            lane.submit(partial(transport.release, source.storage), label=label)
         self._in_flight.append(accumulator)
         self._accumulator = None
 
@@ -286,16 +291,20 @@ class GroupGradients:
         landing = (
             None if fresh else self._allocate(kept.placements, source.dtype, Role.REDUCE_OUTPUT)
         )
-        accumulate = self.transport.backend.ops.accumulate
+        accumulate, release = self.transport.backend.ops.accumulate, self.transport.release
+        settled = source is not self._accumulator  # which stays as it is until the pass has ended
 
         def move() -> None:
             if landing is None:
                 source.redistribute(kept, communicators, label=label, counts=counts)
-                return
-            landing.storage.acquire()
-            source.redistribute(landing, communicators, label=label, counts=counts)
-            accumulate(kept.flat, landing.flat, 1.0)
-            landing.storage.release()
+            else:
+                landing.storage.acquire()
+                source.redistribute(landing, communicators, label=label, counts=counts)
+                accumulate(kept.flat, landing.flat, 1.0)
+                release(landing.storage)
+            if settled:
+                for communicator in communicators.values():
+                    communicator.settle()
 
         lane.submit(move, label=label)
 
@@ -346,8 +355,8 @@ class GroupGradients:
         if self._input_ticket is not None:
             self.transport.compute_lane.wait(self._input_ticket)
             self._input_ticket = None
-        if self._input is not None and not self.transport.keeps(Role.REDUCE_INPUT):
-            self._input.storage.release()
+        if self._input is not None:
+            self.transport.release(self._input.storage)
 
     # -- helpers --------------------------------------------------------------------------------
 
@@ -386,8 +395,23 @@ class GroupGradients:
         buffer.flat.zero_()
         return buffer
 
-    def _allocate(self, placements: Sequence[Placement], dtype: torch.dtype, role: Role) -> DBuffer:
+    def _new_input(self) -> DBuffer:
+        return self._allocate(self._unreduced, self.dtypes.grad_comm, Role.REDUCE_INPUT)
+
+    def _new_staged(self) -> DBuffer:
+        return self._allocate(self.placements.gradient, self.dtypes.grad_comm, Role.REDUCE_INPUT)
+
+    def _new_accumulator(self) -> DBuffer:
+        """It becomes ``.grad``; what is to outlive that is reduced from a copy."""
+        roles = [] if self._keeps_inputs else [Role.REDUCE_INPUT]
+        roles.insert(0 if self._has_inner else len(roles), Role.REDUCE_OUTPUT)
+        return self._allocate(self.placements.gradient, self.dtypes.main_grad, *roles)
+
+    def _allocate(
+        self, placements: Sequence[Placement], dtype: torch.dtype, *roles: Role
+    ) -> DBuffer:
         spread = self._spreads.of(placements)
         communicators = [*self._inner_communicators.values(), *self._late_communicators.values()]
-        storage = self.transport.allocate({role: communicators}, spread.numel, dtype)
+        uses = dict.fromkeys(roles, communicators)
+        storage = self.transport.allocate(uses, spread.numel, dtype)
         return DBuffer.over(spread, storage)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from math import prod
 from typing import cast
 
 import torch
@@ -100,6 +99,7 @@ class ParameterGroup:
         #: Whether gathering needs the other ranks.
         self.is_collective = sharded or placements.parameter != placements.optimizer
         self.residence = Residence.RELEASED
+        self._whole_main: DBuffer | None = None  # where the backend keeps such buffers
         self._ticket: Ticket | None = None
         self._copied_epochs: list[int] | None = None  # of the main weight when copies were made
         self._stamped: list[int] | None = None  # versions the full parameters carry
@@ -119,7 +119,7 @@ class ParameterGroup:
                 self.full.storage.acquire()
             views = [self.full.view(index) for index in range(len(self.parameters))]
             if self.full is not self.main:
-                self.full.storage.release()
+                self.transport.release(self.full.storage)
             for index, parameter in enumerate(self.parameters):
                 sharded = self.wrap(self.main.view(index), index, self.placements.optimizer)
                 requires_grad = parameter.full.requires_grad
@@ -272,14 +272,14 @@ class ParameterGroup:
             dropped.append(self.full.storage)
         if copies and self.model is not self.main and self._copied_epochs is not None:
             self._copied_epochs = None
-            if not self.transport.keeps(Role.GATHER_INPUT):
-                dropped.append(self.model.storage)
+            dropped.append(self.model.storage)
         if dropped:
             lane = self.transport.gather_lane
             # Compute may still read what was gathered.
             lane.wait(self.transport.mark_compute())
             for storage in dropped:
-                lane.submit(storage.release, label=f"{self.label}: release")
+                work = partial(self.transport.release, storage)
+                lane.submit(work, label=f"{self.label}: release")
         self.residence = Residence.RELEASED
         self._ticket = None
         if self.full is not self.main:
@@ -336,7 +336,9 @@ class ParameterGroup:
     def whole_main(self) -> Iterator[DBuffer]:
         """Every main weight whole, for as long as the scope lasts; collective."""
         whole = (Replicate(),) * len(self.grid.sizes)
-        target = self._allocate(whole, self.dtypes.main, Role.GATHER_OUTPUT)
+        target = self._whole_main or self._allocate(whole, self.dtypes.main, Role.GATHER_OUTPUT)
+        if self.transport.keeps(Role.GATHER_OUTPUT):
+            self._whole_main = target
         label = f"{self.label}: full weights"
 
         def gather() -> None:
@@ -351,7 +353,7 @@ class ParameterGroup:
             yield target
         finally:
             lane.wait(self.transport.mark_compute())
-            lane.submit(target.storage.release, label=label)
+            lane.submit(partial(self.transport.release, target.storage), label=label)
 
     # -- autograd -----------------------------------------------------------------------------
 
@@ -382,11 +384,6 @@ class ParameterGroup:
         else:
             set_versions(self._full_parameters, [NEVER_SAVED] * len(self._full_parameters))
             self._stamped = None
-
-    @property
-    def numel(self) -> int:
-        """Elements of the parameters, padding not counted."""
-        return sum(prod(shape) for shape in self.layout.shapes)
 
 
 class _GradReady:

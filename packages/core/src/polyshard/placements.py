@@ -6,7 +6,7 @@ Knows no mesh, no tensor storage and no collectives.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from torch.distributed.tensor import Partial as TorchPartial
@@ -102,7 +102,6 @@ class Placements:
     parameter: Sequence[Placement]
     gradient: Sequence[Placement]
     optimizer: Sequence[Placement]
-    strategy: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         axes = (self.dp_axes,) if isinstance(self.dp_axes, int | str) else tuple(self.dp_axes)
@@ -128,40 +127,33 @@ class Placements:
     @classmethod
     def ddp(cls, axis: Axis) -> Placements:
         """Everything replicated; gradients are averaged on the last microbatch."""
-        return cls((axis,), (Replicate(),), (Partial(),), (Replicate(),), "ddp")
+        return cls((axis,), (Replicate(),), (Partial(),), (Replicate(),))
 
     @classmethod
     def zero1(cls, axis: Axis) -> Placements:
         """Optimizer state sharded."""
-        return cls((axis,), (Replicate(),), (Partial(),), (Flat(),), "zero1")
+        return cls((axis,), (Replicate(),), (Partial(),), (Flat(),))
 
     @classmethod
     def zero2(cls, axis: Axis) -> Placements:
         """Optimizer state and gradients sharded."""
-        return cls((axis,), (Replicate(),), (Flat(),), (Flat(),), "zero2")
+        return cls((axis,), (Replicate(),), (Flat(),), (Flat(),))
 
     @classmethod
     def zero3(cls, axis: Axis) -> Placements:
         """Optimizer state, gradients and parameters sharded."""
-        return cls((axis,), (Flat(),), (Flat(),), (Flat(),), "zero3")
+        return cls((axis,), (Flat(),), (Flat(),), (Flat(),))
 
     @classmethod
     def hsdp(cls, outer: Axis, inner: Axis) -> Placements:
         """zero3 inside a group of ranks, replicated across groups."""
-        return cls(
-            (outer, inner),
-            (Replicate(), Flat()),
-            (Partial(), Flat()),
-            (Replicate(), Flat()),
-            "hsdp",
-        )
+        replicated = (Replicate(), Flat())
+        return cls((outer, inner), replicated, (Partial(), Flat()), replicated)
 
     @classmethod
     def hfsdp(cls, outer: Axis, inner: Axis) -> Placements:
         """hsdp whose main weights and optimizer state are sharded over the outer axis too."""
-        return cls(
-            (outer, inner), (Replicate(), Flat()), (Partial(), Flat()), (Flat(), Flat()), "hfsdp"
-        )
+        return cls((outer, inner), (Replicate(), Flat()), (Partial(), Flat()), (Flat(), Flat()))
 
     def _check_axes(self) -> None:
         for axis, parameter, gradient, optimizer in zip(
@@ -219,8 +211,14 @@ class Placements:
         return tuple(sorted(optimizer, key=joins))
 
     def __str__(self) -> str:
-        if self.strategy is not None:
-            return f"{self.strategy} over {', '.join(map(str, self.dp_axes))}"
+        presets = (
+            (Placements.ddp, Placements.zero1, Placements.zero2, Placements.zero3)
+            if len(self.dp_axes) == 1
+            else (Placements.hsdp, Placements.hfsdp)
+        )
+        for preset in presets if len(self.dp_axes) <= 2 else ():
+            if self == preset(*self.dp_axes):
+                return f"{preset.__name__} over {', '.join(map(str, self.dp_axes))}"
         kinds = ", ".join(f"{kind}={_names(getattr(self, kind))}" for kind in _KINDS)
         return f"Placements({', '.join(map(str, self.dp_axes))}: {kinds})"
 

@@ -106,6 +106,12 @@ class Transport:
         lifetime = Lifetime.PERSISTENT if keep else Lifetime.TRANSIENT
         return self.backend.allocate(listed, numel, dtype, self.device, lifetime)
 
+    @staticmethod
+    def release(storage: Buffer) -> None:
+        """Give back the memory of a buffer unless it is kept for life; inside submitted work."""
+        if storage.lifetime is Lifetime.TRANSIENT:
+            storage.release()
+
     def keeps(self, role: Role) -> bool:
         """Whether the backend wants buffers of ``role`` allocated once and never released."""
         return role in self.backend.capabilities.persistent_roles

@@ -32,7 +32,8 @@ class Capabilities:
         reduce_dtypes: dtypes its reductions accept; gathers and broadcasts take any dtype.
             The backend hands them to its communicators, which refuse all others.
         fp32_accumulation: reductions of half-precision floats accumulate in fp32.
-        persistent_roles: roles whose buffers it wants allocated once and kept (clause 4).
+        persistent_roles: roles whose buffers it wants allocated once and kept (clause 4); not
+            REDUCE_OUTPUT, which becomes ``.grad`` and goes with it.
         graph_capture: lanes and collectives can be captured in a CUDA graph (clause 8).
     """
 
@@ -41,6 +42,13 @@ class Capabilities:
     fp32_accumulation: bool
     persistent_roles: frozenset[Role] = frozenset()
     graph_capture: bool = False
+
+    def __post_init__(self) -> None:
+        if Role.REDUCE_OUTPUT in self.persistent_roles:
+            raise ValueError(
+                "persistent_roles has REDUCE_OUTPUT, but gradients become .grad and are freed with "
+                "it; reduce into staging of the backend's own and copy."
+            )
 
 
 class CollectiveBackend(ABC):

@@ -44,10 +44,11 @@ class Buffer(ABC):
     """A flat run of storage.
 
     ``tensor`` is 1-D and contiguous, and its storage is the same object for life, because
-    autograd saves views of it.
+    autograd saves views of it. ``lifetime`` is what it was allocated with.
     """
 
     tensor: Tensor
+    lifetime: Lifetime
 
     @abstractmethod
     def acquire(self) -> None:

@@ -1,0 +1,173 @@
+"""Backends that keep buffers for life: allocated once, never released, and inputs left alone until
+peers are done with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from one_rank import assert_same_weights, batch, make_stack, train, twins, units_in
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import ProcessGroup
+
+from polyshard import Flat, MixedPrecisionPolicy, Partial, Placements, Replicate, fully_shard
+from polyshard.spi import (
+    Buffer,
+    Capabilities,
+    Communicator,
+    LaneRole,
+    Lifetime,
+    Op,
+    Role,
+    StorageBuffer,
+    Use,
+)
+from polyshard.testing.loopback import LoopbackBackend, _LoopbackCommunicator
+
+KEPT = frozenset({Role.GATHER_INPUT, Role.GATHER_OUTPUT, Role.REDUCE_INPUT})
+
+
+@dataclass
+class Lent:
+    """Which memory peers may still read, and what happened to it meanwhile."""
+
+    storages: set[int] = field(default_factory=set)
+    disturbed: list[str] = field(default_factory=list)
+
+    def touch(self, tensor: Tensor, what: str) -> None:
+        if tensor.untyped_storage().data_ptr() in self.storages:
+            self.disturbed.append(what)
+
+
+class LendingCommunicator(_LoopbackCommunicator):
+    """Peers read its inputs until it settles."""
+
+    lent: Lent
+
+    def _lend(self, inputs: Sequence[Tensor]) -> None:
+        self.lent.storages |= {tensor.untyped_storage().data_ptr() for tensor in inputs}
+
+    def _reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Op, *, label: str
+    ) -> None:
+        super()._reduce_scatter(outputs, inputs, op, label=label)
+        self._lend(inputs[:1])  # the last one carries counts, in memory of its own
+
+    def settle(self) -> None:
+        self.lent.storages.clear()
+
+
+class LendingBuffer(StorageBuffer):
+    """Notices when it is taken away, or filled anew, while peers read it."""
+
+    lent: Lent
+
+    def acquire(self) -> None:
+        self.lent.touch(self.tensor, "acquired")
+        super().acquire()
+
+    def release(self) -> None:
+        self.lent.touch(self.tensor, "released")
+        super().release()
+
+
+class KeepingBackend(LoopbackBackend):
+    """Keeps buffers of some roles, and counts them."""
+
+    def __init__(self, kept: frozenset[Role]) -> None:
+        super().__init__()
+        self.capabilities = Capabilities(
+            device_types=frozenset({"cpu"}),
+            reduce_dtypes=LoopbackBackend.capabilities.reduce_dtypes,
+            fp32_accumulation=True,
+            persistent_roles=kept,
+        )
+        self.persistent = 0
+        self.lent = Lent()
+
+    def communicator(
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        *,
+        purpose: LaneRole,
+        options: Mapping[str, Any] | None = None,
+    ) -> Communicator:
+        made = super().communicator(group, device, purpose=purpose, options=options)
+        made.__class__ = LendingCommunicator
+        made.lent = self.lent  # type: ignore[attr-defined]
+        return made
+
+    def allocate(
+        self,
+        uses: Sequence[Use],
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        lifetime: Lifetime,
+    ) -> Buffer:
+        self.persistent += lifetime is Lifetime.PERSISTENT
+        buffer = LendingBuffer(numel, dtype, device, lifetime)
+        buffer.lent = self.lent
+        return buffer
+
+
+@pytest.fixture(scope="module")
+def two_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """One rank on two axes."""
+    return init_device_mesh("cpu", (1, 1), mesh_dim_names=("outer", "inner"))
+
+
+EARLY = Placements(("outer", "inner"), (Replicate(), Flat()), (Replicate(), Flat()), (Flat(),) * 2)
+MIX = Placements(("outer", "inner"), (Replicate(),) * 2, (Partial(), Flat()), (Flat(),) * 2)
+
+
+@pytest.mark.parametrize("kept", [frozenset(), KEPT], ids=["none", "kept"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "placements",
+    [
+        Placements.zero3("inner"),
+        Placements.ddp("inner"),
+        Placements.zero1("inner"),
+        Placements.hfsdp("outer", "inner"),
+        EARLY,
+        MIX,
+    ],
+    ids=str,
+)
+def test_training(
+    two_axes: DeviceMesh, placements: Placements, bf16: bool, kept: frozenset[Role]
+) -> None:
+    """Steps allocate nothing that is kept and release nothing of it; weights are a plain twin's; no
+    input is released or filled while peers may read it."""
+    model, reference = twins(make_stack())
+    backend = KeepingBackend(kept)
+    policy = (
+        MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16, compute_dtype=torch.float32)
+        if bf16
+        else None
+    )
+    for module in units_in(model):
+        fully_shard(module, two_axes, placements, mixed_precision_policy=policy, backend=backend)
+    allocated = backend.persistent
+    losses = train(model), train(reference)
+    assert backend.persistent == allocated
+    assert backend.lent.disturbed == []
+    if not bf16:
+        assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+        assert_same_weights(model, reference)
+    for _ in range(2):  # two contributions, of which the second is added to the first
+        model(batch(3)).sum().backward()
+    assert backend.persistent == allocated
+    assert backend.lent.disturbed == []
+
+
+def test_gradients_are_not_kept() -> None:
+    """Reduced gradients become `.grad`: a backend that would keep them is refused at once."""
+    with pytest.raises(ValueError, match="REDUCE_OUTPUT"):
+        KeepingBackend(frozenset({Role.REDUCE_OUTPUT}))
