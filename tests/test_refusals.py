@@ -167,7 +167,7 @@ REFUSED: list[tuple[Callable[[int], Request], str, list[str]]] = [
     (scripted, "UnsupportedError", ["ScriptModule"]),
     (lazy, "UnsupportedError", ["'weight'", "not initialised"]),
     (on_meta, "UnsupportedError", ["'weight'", "on meta", "to_empty"]),
-    (with_tensor_parallelism, "UnsupportedError", ["'weight'", "DTensor"]),
+    (with_tensor_parallelism, "PlacementError", ["'weight' of Linear", "shares ranks", "dp_axes"]),
 ]
 
 

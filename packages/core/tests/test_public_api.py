@@ -31,7 +31,7 @@ MAX_LINES = 420  # "about 400"
 #: Every file of the core, lowest first: a file imports only from those before it.
 FLOORS = """
     errors
-    precision schedule autograd preflight
+    precision schedule autograd preflight calls
     layout_fill layout_search layout
     placements
     spi.ops spi.lanes spi.communicator spi.buffers spi.backend spi
@@ -41,9 +41,9 @@ FLOORS = """
     step_guard parameter
     accumulated gradients group
     unit
-    backward agreement context
+    order backward agreement context
     module hooks
-    api weights
+    api weights full_load clipping optimizer
 """.split()
 
 #: Names of the public interface; each appears with the work that builds it.
@@ -56,8 +56,8 @@ NAMES = """
 """.split()
 BUILT = """
     BackendError DBuffer Flat FsdpContext FsdpModule MixedPrecisionPolicy Partial PlacementError
-    Placements Replicate SchedulePolicy UnsupportedError available_backends full_state_dict
-    fully_shard microbatch unsharded
+    Placements Replicate SchedulePolicy UnsupportedError available_backends clip_grad_norm_
+    full_state_dict fully_shard fully_shard_optimizer load_full_state_dict microbatch unsharded
 """.split()
 
 
@@ -110,6 +110,18 @@ class TestNames:
             "module",
             "cpu_offload=True",
             "rank0_only=False",
+        ]
+        assert signature(polyshard.load_full_state_dict) == [
+            "module",
+            "state_dict",
+            "strict=True",
+            "rank0_only=False",
+        ]
+        assert signature(polyshard.clip_grad_norm_) == signature(torch.nn.utils.clip_grad_norm_)
+        assert signature(polyshard.fully_shard_optimizer) == [
+            "optimizer",
+            "precision_aware=False",
+            "flat=None",
         ]
 
     def test_values(self) -> None:

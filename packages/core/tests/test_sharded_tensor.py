@@ -163,8 +163,7 @@ def test_tensors_over_equal_meshes_lie_alike(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize(
     ("placements", "part"),
     [
-        ([Shard(0)], "RowSplit"),
-        ([Shard(1)], "RowSplit"),
+        ([Shard(2)], r"S\(2\), but the tensor has shape \(3, 2\)"),
         ([Partial("max")], "Partial"),
         ([split_of([2])], "3 rows"),
         ([split_of([1, 2])], "2 shards"),
@@ -182,11 +181,13 @@ def test_placements_that_do_not_fit_are_refused(
         )
 
 
-def test_plain_shard_is_refused_after_an_equal_looking_split(mesh: DeviceMesh) -> None:
+def test_plain_shard_is_no_split(mesh: DeviceMesh) -> None:
     """Shard(0), which equals any split, does not pass for one that is known already."""
     kept = wrap(torch.ones(3, 2), mesh)
-    with pytest.raises(PlacementError, match="RowSplit"):
-        Geometry.of(kept.shape, mesh, [Shard(0)])
+    plain = Geometry.of(kept.shape, mesh, [Shard(0)])
+    assert plain is not kept._geometry
+    assert plain.split is None
+    assert plain.spread_axes == (0,)
 
 
 def test_local_tensors_that_do_not_fit_are_refused(mesh: DeviceMesh) -> None:

@@ -10,7 +10,7 @@ import torch
 from one_rank import OneRank, Stack, assert_same_weights, batch, make_stack, train, twins, units_in
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial
 
 import polyshard.api
 from polyshard import (
@@ -104,9 +104,9 @@ class TestModules:
             world.shard(sparse())
 
     def test_a_dtensor(self, world: OneRank, mesh: DeviceMesh) -> None:
-        """A parameter that is distributed already is refused by name."""
-        tensor = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
-        with pytest.raises(UnsupportedError, match="'p1' of Unbuilt is already a DTensor"):
+        """A parameter that awaits a reduction on another axis is refused by name."""
+        tensor = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+        with pytest.raises(UnsupportedError, match=r"'p1' of Unbuilt is placed P\(sum\)"):
             world.shard(Unbuilt(nn.Parameter(tensor)))
 
     def test_a_script_module(self, world: OneRank) -> None:
@@ -144,12 +144,12 @@ class TestModules:
         assert picture(model.blocks[1]) == before
         assert isinstance(model.blocks[0], polyshard.FsdpModule)
 
-    def test_another_device(self) -> None:
+    def test_another_device(self, mesh: DeviceMesh) -> None:
         """A parameter on another device than the mesh is refused with both, and the call that
         helps."""
         with pytest.raises(PlacementError, match=r"'w' of M is on cpu, the mesh on cuda:1.*\.to\("):
             polyshard.api._examine_parameter(
-                nn.Parameter(torch.ones(1)), "w", "M", torch.device("cuda", 1)
+                nn.Parameter(torch.ones(1)), "w", "M", torch.device("cuda", 1), mesh
             )
 
 

@@ -294,7 +294,7 @@ class TestTied:
         assert [name for name, _ in model.named_parameters()] == ["into.weight", "out.bias"]
         assert list(model.state_dict()) == ["into.weight", "out.weight", "out.bias"]
         assert len(list(model.parameters())) == 2
-        assert groups(model)[0].numel == 16 + 4
+        assert groups(model)[0].layout.numel == 16 + 4
 
     def test_gradients_add_up(self, world: OneRank) -> None:
         """Both uses of a tied weight are in its gradient, which all names show."""

@@ -3,9 +3,12 @@
 from .api import fully_shard, microbatch
 from .backends import available_backends
 from .buffer import DBuffer
+from .clipping import clip_grad_norm_
 from .context import FsdpContext
 from .errors import BackendError, PlacementError, UnsupportedError
+from .full_load import load_full_state_dict
 from .module import FsdpModule
+from .optimizer import fully_shard_optimizer
 from .placements import Flat, Partial, Placements, Replicate
 from .precision import MixedPrecisionPolicy
 from .schedule import SchedulePolicy
@@ -25,8 +28,11 @@ __all__ = [
     "SchedulePolicy",
     "UnsupportedError",
     "available_backends",
+    "clip_grad_norm_",
     "full_state_dict",
     "fully_shard",
+    "fully_shard_optimizer",
+    "load_full_state_dict",
     "microbatch",
     "unsharded",
 ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
@@ -28,6 +28,7 @@ from .precision import MixedPrecisionPolicy
 from .preflight import agree
 from .schedule import SchedulePolicy
 from .spi import CollectiveBackend
+from .submesh import shared_ranks, submesh
 from .transport import Transport
 from .unit import Unit
 
@@ -90,7 +91,7 @@ def fully_shard(
     try:
         _examine_arguments(precision, policy, grad_divisor, ignored_params)
         chosen = choose_backend(backend, device_type=mesh.device_type, use_symm_mem=use_symm_mem)
-        request = _examine(module, mesh, chosen, ignored_params)
+        request = _examine(module, mesh, submesh(mesh, axes), chosen, ignored_params)
     except Exception as error:  # whatever it is: the other ranks wait to hear of it
         failure = error
     subject = f"fully_shard({type(module).__name__})"
@@ -203,7 +204,7 @@ class _Request:
         ]
         lines += [
             f"parameter {' = '.join(slot.path for slot in parameter.slots)!r} of shape "
-            f"{tuple(parameter.shape)}, {parameter.full.dtype}, "
+            f"{tuple(parameter.shape)}{parameter.other_placements or ''}, {parameter.full.dtype}, "
             f"requires_grad={parameter.full.requires_grad}"
             for parameter in self.parameters
         ]
@@ -233,6 +234,7 @@ def _examine_arguments(
 def _examine(
     module: nn.Module,
     mesh: DeviceMesh,
+    dp_mesh: DeviceMesh,
     backend: CollectiveBackend,
     ignored_params: Collection[nn.Parameter],
 ) -> _Request:
@@ -259,13 +261,13 @@ def _examine(
     if device_type != "cpu":
         device = torch.device(device_type, torch.get_device_module(device_type).current_device())
     for parameter, slots in found:
-        _examine_parameter(parameter, slots[0].path, type(module).__name__, device)
+        _examine_parameter(parameter, slots[0].path, type(module).__name__, device, dp_mesh)
     parameters = [ManagedParameter(parameter, slots) for parameter, slots in found]
     return _Request(module, backend, device, parameters, _owners(named, found))
 
 
 def _examine_parameter(
-    parameter: nn.Parameter, path: str, module: str, device: torch.device
+    parameter: nn.Parameter, path: str, module: str, device: torch.device, dp_mesh: DeviceMesh
 ) -> None:
     full = getattr(parameter, "_hook_target", None)  # where another unit shows its sharded face
     full = parameter if full is None else full
@@ -282,10 +284,7 @@ def _examine_parameter(
             f"parameter {path!r} of {module} is not initialised; run the lazy module once first."
         )
     if isinstance(parameter, DTensor):
-        raise UnsupportedError(
-            f"parameter {path!r} of {module} is already a DTensor; combining with other "
-            "parallelism is not built yet."
-        )
+        _examine_distributed(parameter, path, module, dp_mesh)
     if parameter.is_meta:
         raise UnsupportedError(
             f"parameter {path!r} of {module} is on meta; sharding before materialising is not "
@@ -301,6 +300,22 @@ def _examine_parameter(
             f"parameter {path!r} of {module} has layout {parameter.layout}; only dense (strided) "
             "parameters are sharded. Make it dense, or list it in ignored_params."
         )
+
+
+def _examine_distributed(parameter: DTensor, path: str, module: str, dp_mesh: DeviceMesh) -> None:
+    """A parameter that other parallelism has distributed."""
+    shared = shared_ranks(dp_mesh, parameter.device_mesh)
+    if shared:
+        raise PlacementError(
+            f"parameter {path!r} of {module} is already distributed over {parameter.device_mesh}, "
+            f"which shares ranks {shared} with the axes to shard over; name other axes in dp_axes."
+        )
+    for placement in parameter.placements:
+        if not (type(placement) is Shard or placement.is_replicate()):
+            raise UnsupportedError(
+                f"parameter {path!r} of {module} is placed {placement} on {parameter.device_mesh}; "
+                "together with polyshard a parameter may be Shard or Replicate there."
+            )
 
 
 def _own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -327,7 +342,7 @@ def _owners(
 
 def _install(unit: Unit, module: nn.Module, owners: list[nn.Module]) -> None:
     """Change the module; if anything fails, change it back."""
-    before = [(p, p.full.data, p.full.grad, p.full._version) for p in unit.parameters]
+    before = [(p, p.full, p.local, p.full.grad, p.full._version) for p in unit.parameters]
     original = type(module)
     handles: list[RemovableHandle] = []
     try:
@@ -347,10 +362,12 @@ def _install(unit: Unit, module: nn.Module, owners: list[nn.Module]) -> None:
         module.__dict__.pop("_polyshard_unit", None)
         if type(module) is not original:
             module.__class__ = original
-        for parameter, values, grad, version in before:
+        for parameter, original_parameter, values, grad, version in before:
+            parameter.full = original_parameter
             for slot in parameter.slots:
                 slot.holder[slot.name] = parameter.full
-            parameter.full.data, parameter.full.grad = values, grad
+            parameter.view(values)
+            parameter.full.grad = grad
             set_versions([parameter.full], [version])
             vars(parameter.full).pop("_polyshard_owner", None)
         raise

@@ -96,6 +96,15 @@ def tensors_in(value: object, *, depth: int = 8) -> Iterator[Tensor]:
     return walk(value, depth)
 
 
+def storages_of(tensor: Tensor) -> Iterator[int]:
+    """Addresses of the memory behind a tensor; that of the tensors it wraps, if it is a wrapper."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from storages_of(getattr(tensor, name))
+    elif tensor.layout is torch.strided:
+        yield tensor.untyped_storage().data_ptr()
+
+
 _ATOMS = (str, bytes, int, float, complex, bool, torch.Size, torch.dtype, torch.device)
 
 

@@ -70,7 +70,7 @@ class ParameterGroup:
         self.label, self.parameters, self.transport = label, tuple(parameters), transport
         self.placements, self.dtypes = placements, dtypes
         grid = ShardGrid(transport.sizes, transport.coordinates, placements.shard_order)
-        shapes = [tuple(parameter.shape) for parameter in parameters]
+        shapes = [tuple(parameter.local.shape) for parameter in parameters]
         self.grid = grid
         self.layout = GlobalLayout.build(shapes, grid.num_shards)
         self._spreads = Spreads(self.layout, grid)
@@ -126,12 +126,13 @@ class ParameterGroup:
                 shown = nn.Parameter(sharded, requires_grad=requires_grad)
                 parameter.sharded = cast(ShardedTensor, shown)
                 _copy_attributes(parameter.full, parameter.sharded)
+                parameter.view(views[index])
                 if self.dtypes.main_grad != self.dtypes.main:
                     parameter.sharded.grad_dtype = self.dtypes.main_grad
                     guard_steps()
                 parameter.sharded._hook_target = parameter.full
-                parameter.full.data = views[index]
                 parameter.full.grad = None
+        self._full_parameters = [parameter.full for parameter in self.parameters]
         self.gradients.install(self.wrap)
         self.sync_requires_grad()
         self._stamp_released()
@@ -143,12 +144,13 @@ class ParameterGroup:
 
     def wrap(self, local: Tensor, index: int, placements: Sequence[Placement]) -> ShardedTensor:
         """``local`` as this rank's rows of tensor ``index`` under ``placements``."""
+        parameter = self.parameters[index]
         return ShardedTensor.wrap(
             local,
-            shape=self.layout.shapes[index],
-            mesh=self.transport.dp_mesh,
+            shape=parameter.shape,
+            mesh=self.transport.mesh_with(parameter.other_mesh),
             placements=self._on_mesh(index, tuple(placements)),
-            name=self.parameters[index].name,
+            name=parameter.name,
         )
 
     def _on_mesh(self, index: int, placements: tuple[Placement, ...]) -> tuple[TorchPlacement, ...]:
@@ -169,6 +171,7 @@ class ParameterGroup:
                 )
             elif isinstance(placement, Partial):
                 result[axis] = TorchPartial(placement.reduce_op)
+        result += self.parameters[index].other_placements
         return self._mesh_placements.setdefault((index, placements), tuple(result))
 
     def _allocate(
@@ -326,7 +329,7 @@ class ParameterGroup:
 
     def _main_rows(self, index: int) -> Tensor:
         """The rows of full parameter ``index`` that the main weight holds here."""
-        rows = self.parameters[index].full.detach()
+        rows = self.parameters[index].local
         if self.main.num_shards == 1:
             return rows
         start, stop = self.main.rows(index)

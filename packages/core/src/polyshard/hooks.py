@@ -166,7 +166,8 @@ class _OnGrad:
         context = context_of(unit)
         context.enter_backward()
         assert context.backward is not None
-        group.gradients.add(index, grad, final=context.backward.final)
+        local = group.parameters[index].local_grad(grad)
+        group.gradients.add(index, local, final=context.backward.final)
 
 
 def _runs_inside_itself(module: nn.Module) -> bool:

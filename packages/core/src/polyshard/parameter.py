@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from .errors import UnsupportedError
 from .sharded_tensor import ShardedTensor
@@ -45,7 +47,65 @@ class ManagedParameter:
 
     @property
     def shape(self) -> torch.Size:
+        """Of the whole, other parallelism included."""
         return self.full.shape
+
+    @property
+    def local(self) -> Tensor:
+        """What this rank holds of the full parameter: all of it, but for other parallelism."""
+        full = self.full
+        return full._local_tensor if isinstance(full, DTensor) else full.detach()
+
+    @property
+    def other_mesh(self) -> DeviceMesh | None:
+        """The mesh of other parallelism, if the parameter has any."""
+        return self.full.device_mesh if isinstance(self.full, DTensor) else None
+
+    @property
+    def other_placements(self) -> tuple[Placement, ...]:
+        """How it lies on that mesh."""
+        return tuple(self.full.placements) if isinstance(self.full, DTensor) else ()
+
+    def view(self, local: Tensor) -> None:
+        """Let the full parameter be a view of ``local``: the same object, except that a DTensor
+        cannot change its dtype."""
+        if not isinstance(self.full, DTensor):
+            self.full.data = local
+        elif self.full.dtype == local.dtype:
+            self.full._local_tensor = local
+        else:
+            distributed = DTensor.from_local(
+                local,
+                self.full.device_mesh,
+                self.other_placements,
+                run_check=False,
+                shape=self.full.shape,
+                stride=self.full.stride(),
+            )
+            self.full = nn.Parameter(distributed, requires_grad=self.full.requires_grad)
+
+    def local_grad(self, grad: Tensor) -> Tensor:
+        """A gradient of the full parameter as it lies; what is pending on other axes is summed."""
+        if not isinstance(grad, DTensor):
+            return grad
+        if tuple(grad.placements) != self.other_placements:
+            grad = grad.redistribute(placements=self.other_placements)
+        return grad._local_tensor
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The whole of which ``part`` is what the full parameter holds here; collective over the
+        axes of other parallelism."""
+        if not isinstance(self.full, DTensor):
+            return part
+        whole: Tensor = DTensor.from_local(
+            part,
+            self.full.device_mesh,
+            self.other_placements,
+            run_check=False,
+            shape=self.full.shape,
+            stride=self.full.stride(),
+        ).full_tensor()
+        return whole
 
     def show_full(self, unit: str) -> None:
         """Register the full parameter; refuses if someone put another one in its place."""

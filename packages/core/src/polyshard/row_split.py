@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -129,10 +130,14 @@ class Geometry:
 
     Attributes:
         shape: of the whole tensor.
-        split: the row split, or None where every rank holds all rows.
-        rows: ``(start, stop)`` of this rank.
-        local_shape: ``(stop - start, *shape[1:])`` of a split tensor, else ``shape``. A split 0-D
-            tensor has local shape ``(1,)`` on its owner and ``(0,)`` elsewhere.
+        part_shape, part_offset: what other parallelism leaves of it to this rank, and where in the
+            whole that begins: the chunk of every axis placed as PyTorch's own ``Shard``.
+        split: the row split of the part, or None where all its rows are here.
+        rows: ``(start, stop)`` of this rank, in the part.
+        local_shape: ``(stop - start, *part_shape[1:])`` of a split tensor, else ``part_shape``. A
+            split 0-D tensor has local shape ``(1,)`` on its owner and ``(0,)`` elsewhere.
+        spread_axes: mesh axes whose ranks hold different elements, slowest first.
+        is_whole: every rank holds all elements.
         is_partial: the value is a sum or an average over some axis that was not taken yet.
     """
 
@@ -141,12 +146,16 @@ class Geometry:
         "_members",
         "_specs",
         "is_partial",
+        "is_whole",
         "local_shape",
         "mesh",
+        "part_offset",
+        "part_shape",
         "placements",
         "rows",
         "shape",
         "split",
+        "spread_axes",
     )
 
     _known: ClassVar[WeakValueDictionary[tuple[object, ...], Geometry]] = WeakValueDictionary()
@@ -157,14 +166,19 @@ class Geometry:
         self.shape, self.mesh, self.placements = shape, mesh, placements
         self.split = next((p for p in placements if isinstance(p, RowSplit)), None)
         self.is_partial = any(isinstance(p, Partial) for p in placements)
+        chunked = [axis for axis, placement in enumerate(placements) if type(placement) is Shard]
+        self.part_shape, self.part_offset = _part(shape, mesh, placements, chunked)
+        split_axes = () if self.split is None else self.split.axis_order
+        self.spread_axes = (*chunked, *split_axes)
+        self.is_whole = not self.spread_axes
         self._specs: dict[torch.dtype, DTensorSpec] = {}
         self._members: dict[int, tuple[int, ...]] = {}
         if self.split is None:
             self.rows = (0, shape[0] if shape else 1)
-            self.local_shape = shape
+            self.local_shape = self.part_shape
         else:
             self.rows = self.split.ranges[self.shard_index]
-            self.local_shape = torch.Size((self.rows[1] - self.rows[0], *shape[1:]))
+            self.local_shape = torch.Size((self.rows[1] - self.rows[0], *self.part_shape[1:]))
 
     @classmethod
     def of(
@@ -175,20 +189,30 @@ class Geometry:
         Raises:
             PlacementError: naming the axis and what it would accept; a rank outside the mesh.
         """
-        key = (mesh, torch.Size(shape), tuple(placements))
-        # A plain Shard(0) is refused before the lookup: it equals any split (see RowSplit).
-        for axis, placement in enumerate(key[2]):
-            _check_axis(axis, placement)
+        # By type as well: a plain Shard(0) equals any split (see RowSplit).
+        key = (mesh, torch.Size(shape), tuple((type(p), p) for p in placements))
         known = cls._known.get(key)
         # Meshes compare by ranks and names; one that outlived its process groups is another mesh.
         if known is None or not (known.mesh is mesh or _same_groups(known.mesh, mesh)):
-            _check_whole(*key)
-            known = cls._known[key] = cls(key[1], mesh, key[2])
+            for axis, placement in enumerate(placements):
+                _check_axis(axis, placement)
+            _check_whole(mesh, key[1], tuple(placements))
+            known = cls._known[key] = cls(key[1], mesh, tuple(placements))
         return known
 
     def with_shape(self, shape: Sequence[int]) -> Geometry:
         """The same rows of a tensor whose other dims differ."""
         return Geometry.of(shape, self.mesh, self.placements)
+
+    def local_of(self, whole: Tensor) -> Tensor:
+        """This rank's rows of a whole tensor: a view."""
+        part = whole
+        for dim, (offset, length) in enumerate(zip(self.part_offset, self.part_shape, strict=True)):
+            part = part.narrow(dim, offset, length)
+        if self.split is None:
+            return part
+        start, stop = self.rows
+        return (part if self.shape else part.reshape(1))[start:stop]
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
         """What DTensor keeps beside the local tensor; one object per dtype, never modified."""
@@ -241,6 +265,20 @@ class Geometry:
         return [block[-1][1] - block[0][0] for block in edges]
 
 
+def _part(
+    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], chunked: Sequence[int]
+) -> tuple[torch.Size, tuple[int, ...]]:
+    """Shape and offset of the chunk that plain ``Shard`` placements leave, as torch.chunk cuts."""
+    lengths, offsets = list(shape), [0] * len(shape)
+    for axis in chunked:
+        dim, size, at = placements[axis].dim, mesh.size(axis), mesh.get_local_rank(axis)  # type: ignore[attr-defined]
+        step = -(-lengths[dim] // size)
+        start = min(at * step, lengths[dim])
+        offsets[dim] += start
+        lengths[dim] = min(step, lengths[dim] - start)
+    return torch.Size(lengths), tuple(offsets)
+
+
 def _same_groups(one: DeviceMesh, other: DeviceMesh) -> bool:
     try:
         return all(one.get_group(a) is other.get_group(a) for a in range(one.ndim))
@@ -255,10 +293,10 @@ def _check_axis(axis: int, placement: object) -> None:
                 f"mesh axis {axis} is {placement}; a sharded tensor is summed or averaged, use "
                 "Partial('sum') or Partial('avg')."
             )
-    elif not isinstance(placement, RowSplit | Replicate):
+    elif not (isinstance(placement, RowSplit | Replicate) or type(placement) is Shard):
         raise PlacementError(
             f"mesh axis {axis} is {placement!r}; use RowSplit, which knows the rows of every rank, "
-            "or PyTorch's Replicate or Partial."
+            "or PyTorch's Replicate, Partial or Shard, whose chunks are equal but for the last."
         )
 
 
@@ -269,9 +307,16 @@ def _check_whole(mesh: DeviceMesh, shape: torch.Size, placements: tuple[Placemen
         raise PlacementError(
             f"got {len(placements)} placements for a mesh of {mesh.ndim} axes; give one per axis."
         )
+    for axis, placement in enumerate(placements):
+        if type(placement) is Shard and not -len(shape) <= placement.dim < len(shape):
+            raise PlacementError(
+                f"mesh axis {axis} is {placement}, but the tensor has shape {tuple(shape)}."
+            )
+    chunked = [axis for axis, placement in enumerate(placements) if type(placement) is Shard]
+    part, _ = _part(shape, mesh, placements, chunked)
     splits = {axis: p for axis, p in enumerate(placements) if isinstance(p, RowSplit)}
     for axis, split in splits.items():
-        row_count = shape[0] if shape else 1
+        row_count = part[0] if part else 1
         shards = math.prod(mesh.size(a) if a < mesh.ndim else 0 for a in split.axis_order)
         if any(other != split for other in splits.values()) or set(split.axis_order) != set(splits):
             raise PlacementError(
@@ -282,5 +327,5 @@ def _check_whole(mesh: DeviceMesh, shape: torch.Size, placements: tuple[Placemen
             raise PlacementError(
                 f"mesh axis {axis} is {split}: {len(split.ranges)} shards of {split.row_count} "
                 f"rows, for {shards} ranks and a tensor of {row_count} rows (shape "
-                f"{tuple(shape)})."
+                f"{tuple(part)})."
             )

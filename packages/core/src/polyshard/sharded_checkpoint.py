@@ -28,6 +28,8 @@ def chunks(tensor: ShardedTensor) -> list[ChunkStorageMetadata]:
     if geometry.is_partial:
         refuse(tensor, "a checkpoint of it", INCOMPLETE, AFTER_LAST_MICROBATCH)
     start, stop = geometry.rows
+    if geometry.numel and 0 in geometry.local_shape:
+        return []
     if geometry.split is not None and start == stop:
         # A tensor without rows is written once all the same, so that loading finds it.
         speaks_for_nothing = geometry.split.row_count == 0 and geometry.shard_index == 0
@@ -35,8 +37,8 @@ def chunks(tensor: ShardedTensor) -> list[ChunkStorageMetadata]:
             return []
     if not geometry.shape:
         return [ChunkStorageMetadata(torch.Size(()), torch.Size(()))]
-    offsets = torch.Size((start, *(0 for _ in geometry.shape[1:])))
-    return [ChunkStorageMetadata(offsets, geometry.local_shape)]
+    first, *rest = geometry.part_offset
+    return [ChunkStorageMetadata(torch.Size((first + start, *rest)), geometry.local_shape)]
 
 
 def write_items(tensor: ShardedTensor, name: str) -> list[WriteItem]:

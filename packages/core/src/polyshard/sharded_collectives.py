@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from .row_split import Geometry
+from .submesh import submesh
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -42,12 +43,12 @@ def gather_equal(value: Tensor, geometry: Geometry, axis: int) -> Tensor:
 
 
 def gather_over_shards(value: Tensor, geometry: Geometry) -> Tensor:
-    """Values of all shards of a split: shape ``(shards, *value.shape)``, by shard index."""
-    assert geometry.split is not None
+    """Values of all ranks that hold different elements, by chunk and shard index: shape
+    ``(ranks, *value.shape)``."""
     gathered = value
-    for axis in reversed(geometry.split.axis_order):
+    for axis in reversed(geometry.spread_axes):
         gathered = gather_equal(gathered, geometry, axis)
-    return gathered.reshape(len(geometry.split.ranges), *value.shape)
+    return gathered.reshape(-1, *value.shape)
 
 
 def gather_over_mesh(value: Tensor, geometry: Geometry) -> Tensor:
@@ -66,12 +67,22 @@ def gather_rows(local: Tensor, geometry: Geometry) -> Tensor:
     """
     if local.is_meta:
         return local.new_empty(geometry.shape)
-    if geometry.split is None:
-        return local.clone()
     rows = local
-    for axis in reversed(geometry.split.axis_order):
+    for axis in reversed(geometry.split.axis_order if geometry.split is not None else ()):
         rows = _gather_blocks(rows, geometry.block_rows(axis), geometry, axis)
-    return (rows.clone() if rows is local else rows).reshape(geometry.shape)
+    part = (rows.clone() if rows is local else rows).reshape(geometry.part_shape)
+    chunked = [axis for axis in geometry.spread_axes if type(geometry.placements[axis]) is Shard]
+    if not chunked:
+        return part
+    whole: Tensor = DTensor.from_local(
+        part,
+        submesh(geometry.mesh, chunked),
+        [geometry.placements[axis] for axis in chunked],
+        run_check=False,
+        shape=geometry.shape,
+        stride=torch.empty(geometry.shape, device="meta").stride(),
+    ).full_tensor()
+    return whole
 
 
 @torch.no_grad()

@@ -7,7 +7,9 @@ that it is one; nothing is inferred. Knows the parts of a ShardedTensor (``_loca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -277,9 +279,32 @@ def _check_plain_items(
                 items[position] = as_replicated(first, func, item, first._geometry)
 
 
+_mixed_precision_allowed = ContextVar("mixed_precision_allowed", default=False)
+
+
+@contextmanager
+def mixed_precision_allowed() -> Iterator[None]:
+    """In this scope writes from another precision run as on plain tensors."""
+    token = _mixed_precision_allowed.set(True)
+    try:
+        yield
+    finally:
+        _mixed_precision_allowed.reset(token)
+
+
+def mixed_precision_is_allowed() -> bool:
+    """Whether the scope of :func:`mixed_precision_allowed` is open."""
+    return _mixed_precision_allowed.get()
+
+
 def unlike_precision(one: Tensor, other: Tensor) -> bool:
-    """Whether both are floating and differ in dtype."""
-    return one.dtype != other.dtype and one.is_floating_point() and other.is_floating_point()
+    """Whether both are floating and differ in dtype, and nobody vouched that this is meant."""
+    return (
+        one.dtype != other.dtype
+        and one.is_floating_point()
+        and other.is_floating_point()
+        and not mixed_precision_is_allowed()
+    )
 
 
 def written_arguments(operation: OpOverload) -> list[int]:

@@ -116,7 +116,7 @@ def copy_into(func: Callable[..., Any]) -> Handler:
         elif source.numel() == 1 and source.dim() <= target.dim():
             rows = source.reshape(1) if not geometry.shape and geometry.split else source
         elif source.shape == geometry.shape:
-            rows = source if geometry.split is None else source[slice(*geometry.rows)]
+            rows = geometry.local_of(source)
         else:
             refuse_plain(target, func, source)
         try:

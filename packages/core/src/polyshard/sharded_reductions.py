@@ -45,10 +45,14 @@ def _bind(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Argu
 
 
 def _populated_parts(value: Tensor, geometry: Geometry) -> Tensor:
-    """The 0-D values of all shards that hold rows: 1-D, by shard index."""
-    assert geometry.split is not None
-    populated = [i for i, (start, stop) in enumerate(geometry.split.ranges) if stop > start]
-    return gather_over_shards(value, geometry)[populated]
+    """The 0-D values of all ranks that hold elements of their own: 1-D, by shard index."""
+    if geometry.split is not None and geometry.spread_axes == geometry.split.axis_order:
+        populated = [stop > start for start, stop in geometry.split.ranges]
+        return gather_over_shards(value, geometry)[populated]
+    # How other chunks were split is known to their ranks only.
+    mine = torch.tensor(geometry.local_shape.numel() > 0)
+    filled = gather_over_shards(mine, geometry)
+    return gather_over_shards(value, geometry)[filled.to(value.device)]
 
 
 def _local_or_dummy(tensor: ShardedTensor) -> Tensor:
@@ -114,8 +118,7 @@ def _norms(
     together: dict[object, list[int]] = {}
     for index, tensor in enumerate(tensors):
         geometry = tensor._geometry
-        assert geometry.split is not None
-        key = (id(geometry.mesh), geometry.split.axis_order, tensor.dtype, tensor.device)
+        key = (id(geometry.mesh), geometry.spread_axes, tensor.dtype, tensor.device)
         together.setdefault(key, []).append(index)
     norms: dict[int, Tensor] = {}
     for indices in together.values():
@@ -168,7 +171,7 @@ def _reduction(func: OpOverload, reduce: _Reduction) -> Handler:
         tensor: ShardedTensor = args[0]
         geometry = tensor._geometry
         _refuse_partial(tensor, func)
-        if geometry.split is None or geometry.numel == 0 or tensor._local_tensor.is_meta:
+        if geometry.is_whole or geometry.numel == 0 or tensor._local_tensor.is_meta:
             if geometry.split is not None and not geometry.shape:
                 return func(tensor._local_tensor.reshape(()), *args[1:], **kwargs)
             return func(tensor._local_tensor, *args[1:], **kwargs)
@@ -201,7 +204,7 @@ def _foreach_norm(func: OpOverload) -> Handler:
         for index, tensor in enumerate(tensors):
             if isinstance(tensor, cls):
                 _refuse_partial(tensor, func)
-                if tensor._geometry.split is not None and tensor._geometry.numel:
+                if not tensor._geometry.is_whole and tensor._geometry.numel:
                     split[index] = tensor
                     continue
                 tensor = tensor._local_tensor
@@ -224,7 +227,7 @@ def _comparison(func: OpOverload) -> Handler:
         if one._geometry is not other._geometry:
             refuse_unlike(one, func, other)
         geometry = one._geometry
-        if geometry.split is None or geometry.numel == 0:
+        if geometry.is_whole or geometry.numel == 0:
             return bool(func(one._local_tensor, other._local_tensor, *args[2:], **kwargs))
         same = func(_local_or_dummy(one), _local_or_dummy(other), *args[2:], **kwargs)
         return bool(_populated_parts(torch.tensor(same), geometry).all())

@@ -68,8 +68,8 @@ def refuse_mixed(first: ShardedTensor, operation: object, other: ShardedTensor) 
         operation,
         f"it writes to {first.dtype} from {other._name!r} in {other.dtype}, as an optimizer does "
         "whose main weights and gradients differ in precision",
-        "Give fully_shard MixedPrecisionPolicy(main_grads_dtype="
-        f"{first.dtype}), or cast with .to(...) first.",
+        "Call fully_shard_optimizer(optimizer), or give fully_shard "
+        f"MixedPrecisionPolicy(main_grads_dtype={first.dtype}), or cast with .to(...) first.",
     )
 
 

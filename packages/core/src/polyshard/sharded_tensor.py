@@ -185,7 +185,7 @@ class ShardedTensor(DTensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         start, stop = self.rows
-        held = f"rows {start}:{stop}" if self.row_split is not None else "whole"
+        held = "whole" if self._geometry.is_whole else f"rows {start}:{stop}"
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"ShardedTensor({self._name!r}, shape={tuple(self.shape)}, {held}, "
@@ -245,9 +245,8 @@ class ShardedTensor(DTensor):
             refuse(self, "redistribute()", "a finished value has no contributions to split it into")
         else:
             moved = gather_rows(reduce_partial(local, geometry), geometry)
-            if target.split is not None:
-                start, stop = target.rows
-                moved = (moved if geometry.shape else moved.reshape(1))[start:stop].clone()
+            if not target.is_whole:
+                moved = target.local_of(moved).clone()
         placed = self._assemble(moved, target, self._name)
         result: ShardedTensor = self._without_gradient(placed, "redistribute()")
         return result

@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .errors import UnsupportedError
+from .sharded_elementwise import mixed_precision_is_allowed
 from .sharded_tensor import ShardedTensor
 
 _installed = False
@@ -27,6 +28,8 @@ def guard_steps() -> None:
 def _refuse_unlike_gradients(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
+    if mixed_precision_is_allowed():
+        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             grad = parameter.grad
@@ -35,7 +38,8 @@ def _refuse_unlike_gradients(
             if grad.dtype != parameter.dtype:
                 raise UnsupportedError(
                     f"{type(optimizer).__name__}.step(): the main weight of {parameter._name!r} is "
-                    f"{parameter.dtype} and its gradient {grad.dtype}. Give fully_shard "
-                    f"MixedPrecisionPolicy(main_grads_dtype={parameter.dtype}), so that gradients "
-                    "are kept in that precision."
+                    f"{parameter.dtype} and its gradient {grad.dtype}. Call "
+                    "fully_shard_optimizer(optimizer), which casts gradients for the step, or give "
+                    f"fully_shard MixedPrecisionPolicy(main_grads_dtype={parameter.dtype}), so "
+                    "that they are kept in that precision."
                 )

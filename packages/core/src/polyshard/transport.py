@@ -24,7 +24,7 @@ from .spi import (
     Traffic,
     Use,
 )
-from .submesh import submesh
+from .submesh import joined, submesh
 
 
 class Transport:
@@ -52,6 +52,7 @@ class Transport:
         self.outer_lane = backend.lane("outer", device)
         #: The mesh of these axes alone: on other axes parameters may differ.
         self.dp_mesh = submesh(mesh, axes)
+        self._joined: dict[DeviceMesh, DeviceMesh] = {}
         self._communicators: dict[tuple[LaneRole, int], Communicator] = {}
         self._finalizer = weakref.finalize(self, _close, self._communicators)
 
@@ -83,6 +84,14 @@ class Transport:
                     group, self.device, purpose=purpose
                 )
         return {axis: self._communicators[purpose, axis] for axis in wanted}
+
+    def mesh_with(self, other: DeviceMesh | None) -> DeviceMesh:
+        """The mesh of the dp axes, then those of ``other``; collective where that is new."""
+        if other is None:
+            return self.dp_mesh
+        if other not in self._joined:
+            self._joined[other] = joined(self.dp_mesh, other)
+        return self._joined[other]
 
     def lane(self, purpose: LaneRole) -> Lane:
         """The lane on which the communicators of ``purpose`` are used."""

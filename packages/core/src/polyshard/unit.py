@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from .autograd import storages_of
 from .calls import Call
 from .errors import UnsupportedError
 from .group import ParameterGroup
@@ -170,10 +171,7 @@ class Unit:
             for group in self.groups
             if group.gathered_numel
         }
-        return any(
-            tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in gathered
-            for tensor in tensors
-        )
+        return any(address in gathered for tensor in tensors for address in storages_of(tensor))
 
     # -- gradients ----------------------------------------------------------------------------
 

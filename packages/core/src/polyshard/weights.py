@@ -79,8 +79,9 @@ def full_state_dict(
         for group in unit.groups if unit is not None else ():
             with group.whole_main() as whole:
                 for index, parameter in enumerate(group.parameters):
+                    value = parameter.whole(whole.view(index))
                     if keep:
-                        full[id(parameter.sharded)] = _apart(whole.view(index), cpu_offload)
+                        full[id(parameter.sharded)] = _apart(value, cpu_offload)
     if not keep:
         return {}
     result: dict[str, Tensor] = {}
