@@ -47,7 +47,7 @@ def agree_on_reopened(units: Sequence[Unit], transports: Sequence[Transport]) ->
     """Units that got another gradient after their reduction, on any rank."""
     reopened = torch.tensor([float(unit.started) for unit in units])
     label = "gradients after their reduction"
-    for transport in transports:
+    for transport in sorted(transports, key=lambda transport: len(transport.ranks)):
         message = reopened.to(transport.device)
         _sum_over_ranks(message, transport, label)
         reopened = message.cpu()

@@ -318,9 +318,12 @@ class FsdpContext:
 
     def _agree_on_order(self, done: list[int]) -> tuple[int, ...]:
         units, transports = self.units, self.transports()
-        if len(transports) != 1 or len(units) == 1:
+        widest = max(transports, key=lambda transport: len(transport.ranks))
+        # Whoever tells the order is heard by all ranks that take part, or by none.
+        heard = all(transport.ranks <= widest.ranks for transport in transports)
+        if not heard or len(units) == 1:
             return reduction_order(len(units), None)
-        return reduction_order(len(units), agree_on_order(done, len(units), transports[0]))
+        return reduction_order(len(units), agree_on_order(done, len(units), widest))
 
     def abandon(self) -> None:
         """Forget a pass that failed: the next one finds everything at rest."""

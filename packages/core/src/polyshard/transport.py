@@ -52,6 +52,7 @@ class Transport:
         self.outer_lane = backend.lane("outer", device)
         #: The mesh of these axes alone: on other axes parameters may differ.
         self.dp_mesh = submesh(mesh, axes)
+        self.ranks = frozenset(self.dp_mesh.mesh.flatten().tolist())
         self._joined: dict[DeviceMesh, DeviceMesh] = {}
         self._communicators: dict[tuple[LaneRole, int], Communicator] = {}
         self._finalizer = weakref.finalize(self, _close, self._communicators)
