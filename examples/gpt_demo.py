@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 from gpt_data import load_corpus
 from gpt_errors import UsageError
-from gpt_memory import Cost, can_measure, measure_in_fresh_process
+from gpt_memory import Cost, Measuring, can_measure
 from gpt_model import generate
 from gpt_report import (
     Result,
@@ -23,12 +22,18 @@ from gpt_report import (
     sample_panel,
     save_picture,
 )
-from gpt_training import Recipe, Trainer, mean_over_ranks
+from gpt_training import TWO_AXES, Recipe, Trainer, mean_over_ranks
 from rich.console import Console
 
-from polyshard import BackendError, PlacementError, UnsupportedError, available_backends
+from polyshard import (
+    BackendError,
+    PlacementError,
+    UnsupportedError,
+    available_backends,
+    unsharded,
+)
 
-COMPARED = ("torch-ddp", "ddp", "zero3")
+COMPARED = ("torch-ddp", "ddp", "zero1", "zero2", "zero3")
 PROMPT, SAMPLE_BYTES = b"def ", 240
 
 
@@ -70,16 +75,17 @@ def check_backend(name: str | None) -> None:
 
 
 def compare(console: Console, recipe: Recipe) -> list[Cost]:
-    """The cost of the contenders and of the chosen strategy; empty where memory is not told."""
+    """The cost of every strategy that fits the mesh; empty where memory is not told."""
     if not can_measure():
         console.print("No comparison: this system does not tell a process its memory.")
         return []
     costs = []
-    for strategy in dict.fromkeys((*COMPARED, recipe.strategy)):
-        with console.status(f"measuring the cost of {strategy}"):
-            costs.append(measure_in_fresh_process(replace(recipe, strategy=strategy)))
-        if not console.is_terminal:
-            console.print(f"measured the cost of {strategy}")
+    with Measuring(recipe) as measuring:
+        for strategy in (*COMPARED, *(TWO_AXES if len(recipe.mesh) == 2 else ())):
+            with console.status(f"measuring the cost of {strategy}"):
+                costs.append(measuring.cost_of(strategy))
+            if not console.is_terminal:
+                console.print(f"measured the cost of {strategy}")
     return costs
 
 
@@ -96,16 +102,18 @@ def train(console: Console, trainer: Trainer) -> Result:
             speed = step * trainer.bytes_per_step / seconds
             display.update(step, losses[-1], speed, trainer.sent_bytes())
     sent_bytes = trainer.sent_bytes() // recipe.steps
+    validation_loss = trainer.validate()
+    with unsharded(trainer.model, writeback=False):  # whole once, not anew for every byte
+        sample = generate(trainer.model, PROMPT, SAMPLE_BYTES, context=recipe.model.context)
     return Result(
         strategy=recipe.strategy,
         transport=trainer.transport,
         ranks=dist.get_world_size(),
         num_parameters=trainer.num_parameters,
         losses=mean_over_ranks(losses),
-        validation_loss=trainer.validate(),
+        validation_loss=validation_loss,
         seconds=seconds,
         tokens_per_second=speed,
         sent_bytes_per_step=sent_bytes,
-        # Every rank writes the same sample: where weights are sharded each forward gathers them.
-        sample=generate(trainer.model, PROMPT, SAMPLE_BYTES, context=recipe.model.context),
+        sample=sample,
     )

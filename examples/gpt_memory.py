@@ -1,6 +1,6 @@
 """What a strategy costs a rank in memory and traffic: measured, each in a fresh process per rank.
 
-Run as a script it is such a process. Knows no terminal and no picture.
+Run as a script it is what those processes are forked from. Knows no terminal and no picture.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import gc
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, Self
 
 import torch.distributed as dist
 from gpt_data import Corpus, load_corpus
@@ -24,15 +27,18 @@ from gpt_training import Recipe, Trainer
 from torch.distributed import PrefixStore, TCPStore
 
 # Enough that optimizer state exists and DDP has rebuilt its buckets, which it does in step two.
-MEASURED_STEPS = 4
+MEASURED_STEPS = 3
+# Where glibc keeps freed tensors for later, peaks differ by a fifth from run to run. Larger blocks
+# than this many bytes it then takes from the system and gives back, one by one.
+FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 TIMEOUT = datetime.timedelta(seconds=60)
 
 CAPTION = (
     f"Measured over {MEASURED_STEPS} steps in a fresh process per rank and strategy; the largest "
     "of the ranks. Memory: resident memory above what torch, its process group and a tiny warm-up "
-    "model took already; pages that ranks share count on each. Between steps: gradients dropped, "
-    "freed memory returned to the system. Sent: the least that the collectives have to send, "
-    "counted from their buffers."
+    "model took already; pages that ranks share count on each. Freed memory goes back to the "
+    "system at once. Between steps: gradients dropped. Sent: the least that the collectives have "
+    "to send, counted from their buffers."
 )
 
 
@@ -55,38 +61,54 @@ def can_measure() -> bool:
     return "VmHWM" in _process_status()
 
 
-def measure_in_fresh_process(recipe: Recipe) -> Cost:
-    """Train a few steps of ``recipe`` in a new process beside every rank. All ranks call it.
+class Measuring:
+    """Measures strategies beside this rank, each in a process that did nothing before.
 
-    Raises MeasurementError with the last line that the process wrote. The process is gone when
-    this returns or raises, also by KeyboardInterrupt.
+    A context manager; all ranks enter it and ask for the same strategies. Behind it is a process
+    that has only imported torch and read the text: it is forked for every strategy, which takes
+    milliseconds where a new interpreter takes seconds. All are gone when the scope is left, also
+    by KeyboardInterrupt, and when this rank dies.
     """
-    store = _shared_store()
-    with tempfile.TemporaryDirectory() as directory:
-        result, log = Path(directory, "result.json"), Path(directory, "log.txt")
-        order = {
-            "strategy": recipe.strategy,
-            "backend": recipe.backend,
-            "host": store.host,
-            "port": store.port,
-            "result": str(result),
-        }
-        command = [sys.executable, str(Path(__file__).resolve()), json.dumps(order)]
-        with log.open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-            try:
-                exit_code = process.wait()
-            finally:
-                process.kill()
-                process.wait()
-        if exit_code != 0:
-            lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
-            raise MeasurementError(
-                f"measuring {recipe.strategy} ended with exit code {exit_code}: {lines[-1]}"
-            )
+
+    def __init__(self, recipe: Recipe) -> None:
+        store = self._store = _shared_store()  # kept: rank 0 serves the others from it
+        order = {"host": store.host, "port": store.port, "recipe": asdict(recipe)}
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed at the end of the scope
+        self._process = subprocess.Popen(
+            (sys.executable, str(Path(__file__).resolve()), json.dumps(order)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, **FREED_AT_ONCE},
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.kill()
+        self._process.communicate()  # waits, and closes the pipes
+        self._log.close()
+
+    def cost_of(self, strategy: str) -> Cost:
+        """Train a few steps of the recipe by ``strategy`` in a fresh process per rank.
+
+        Raises MeasurementError with the last line that the process wrote.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):  # what ended it is in its log
+            self._process.stdin.write(f"{strategy}\n")
+            self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            self._log.seek(0)
+            lines = self._log.read().decode(errors="replace").strip().splitlines()
+            raise MeasurementError(f"measuring {strategy} failed: {(lines or ['no output'])[-1]}")
         costs: list[Cost | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(costs, Cost(**json.loads(result.read_text())))
-    return _largest([cost for cost in costs if cost is not None])
+        dist.all_gather_object(costs, Cost(**json.loads(answer)))
+        return _largest([cost for cost in costs if cost is not None])
 
 
 def _largest(costs: list[Cost]) -> Cost:
@@ -165,16 +187,38 @@ def _train(recipe: Recipe, corpus: Corpus) -> Trainer:
     return trainer
 
 
-def main() -> None:
-    """Measure what the order on the command line asks for, as one rank of its own group."""
-    order = json.loads(sys.argv[1])
+def _answer(strategy: str, order: dict[str, Any], corpus: Corpus) -> None:
+    """Measure as one rank of a process group of its own, and print the cost as JSON."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     server = TCPStore(order["host"], order["port"], is_master=False, timeout=TIMEOUT)
-    store = PrefixStore(order["strategy"], server)
+    store = PrefixStore(strategy, server)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
-    cost = _measure(Recipe(order["strategy"], order["backend"]), load_corpus())
-    Path(order["result"]).write_text(json.dumps(asdict(cost)))
+    known = order["recipe"]
+    model, mesh = GPTConfig(**known["model"]), tuple(known["mesh"])
+    recipe = Recipe(**{**known, "strategy": strategy, "model": model, "mesh": mesh})
+    print(json.dumps(asdict(_measure(recipe, corpus))), flush=True)
     dist.destroy_process_group()
+
+
+def _die_with_parent() -> None:
+    """Nothing outlives what it works for, whatever ended that."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+
+
+def main() -> None:
+    """Fork for every strategy that comes as a line, until there are no more or one fails."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank ends this process
+    order = json.loads(sys.argv[1])
+    corpus = load_corpus()
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            _die_with_parent()
+            _answer(line.strip(), order, corpus)
+            return
+        if os.waitpid(child, 0)[1] != 0:
+            sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -110,10 +110,7 @@ def generate(
     temperature: float = 0.7,
     seed: int = 0,
 ) -> bytes:
-    """Continue ``prompt`` by ``num_bytes`` sampled bytes.
-
-    With a sharded model every rank calls it with the same arguments: each forward gathers.
-    """
+    """Continue ``prompt`` by ``num_bytes`` sampled bytes; the same for the same arguments."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.tensor([list(prompt)], dtype=torch.int64)
     for _ in range(num_bytes):

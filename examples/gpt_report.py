@@ -109,7 +109,8 @@ def label(strategy: str) -> str:
 def _against(plain: int, value: int) -> str:
     text = f"{value / MEGABYTE:.1f}"
     # One rank sends nothing: no change can be told from that.
-    return f"{text} ({100 * (value / plain - 1):+4.0f} %)" if plain and value != plain else text
+    change = round(100 * (value / plain - 1)) if plain else 0
+    return f"{text} ({change:+4} %)" if change else text
 
 
 def result_table(result: Result) -> Table:

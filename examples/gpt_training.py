@@ -29,44 +29,46 @@ TWO_AXES = ("hsdp", "hfsdp")
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, and how; equal on all ranks. ``batch_size`` is per rank."""
+    """What is trained, and how; equal on all ranks. ``batch_size`` is per rank.
+
+    ``mesh``: the ranks along one axis, or along an outer and an inner one.
+    """
 
     strategy: str
+    mesh: tuple[int, ...]
+    steps: int
     backend: str | None = None
-    steps: int = 160
     batch_size: int = 4
     learning_rate: float = 1.5e-3
     seed: int = 0
     model: GPTConfig = field(default_factory=GPTConfig)
 
 
-def distribute(model: GPT, strategy: str, backend: str | None) -> None:
+def distribute(model: GPT, strategy: str, mesh_shape: tuple[int, ...], backend: str | None) -> None:
     """Share ``model`` among all ranks by ``strategy``: in place, each block a unit of its own.
 
     Raises what ``fully_shard`` raises: BackendError, PlacementError, UnsupportedError.
     """
-    mesh, placements = mesh_and_placements(strategy)
+    mesh, placements = mesh_and_placements(strategy, mesh_shape)
     for block in model.blocks:
         fully_shard(block, mesh, placements, backend=backend)
     fully_shard(model, mesh, placements, backend=backend)
 
 
-def mesh_and_placements(strategy: str) -> tuple[DeviceMesh, Placements]:
-    """One mesh axis over all ranks, or two for the hybrid strategies: two groups if they fit."""
-    ranks = dist.get_world_size()
-    preset = getattr(Placements, strategy)
+def mesh_and_placements(strategy: str, shape: tuple[int, ...]) -> tuple[DeviceMesh, Placements]:
+    """The mesh of ``shape`` for strategies of two axes; for the others, all ranks on one axis."""
+    names = ("outer", "inner") if strategy in TWO_AXES else ("dp",)
     if strategy not in TWO_AXES:
-        return init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",)), preset("dp")
-    groups = 2 if ranks % 2 == 0 else 1
-    names = ("outer", "inner")
-    return init_device_mesh("cpu", (groups, ranks // groups), mesh_dim_names=names), preset(*names)
+        shape = (math.prod(shape),)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return mesh, getattr(Placements, strategy)(*names)
 
 
 class Sharded:
     """A model that polyshard shares among the ranks, and what travels for it."""
 
-    def __init__(self, model: GPT, strategy: str, backend: str | None) -> None:
-        distribute(model, strategy, backend)
+    def __init__(self, model: GPT, recipe: Recipe) -> None:
+        distribute(model, recipe.strategy, recipe.mesh, recipe.backend)
         self.module = model
 
     @property
@@ -117,7 +119,7 @@ class Trainer:
         if recipe.strategy == TORCH_DDP:
             parallel = PlainDDP(model)
         else:
-            parallel = Sharded(model, recipe.strategy, recipe.backend)
+            parallel = Sharded(model, recipe)
         self.model: nn.Module = parallel.module
         self.transport = parallel.transport
         self._parallel = parallel

@@ -1,6 +1,7 @@
 """Train a small GPT on the Python standard library, sharded over the ranks by polyshard.
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --strategy zero3 --backend gloo
+    torchrun --nproc-per-node 4 examples/train_gpt.py --strategy hfsdp --mesh 2x2
 
 It measures what the strategies cost, trains, then shows tables, a sample of generated code and a
 picture. ``distribute`` in ``gpt_training.py`` is all that a training script of your own needs.
@@ -11,7 +12,9 @@ Owns the command line, its errors and Ctrl-C. Torch is imported once the options
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 import signal
 import sys
 import time
@@ -22,6 +25,7 @@ from typing import NoReturn
 from gpt_errors import UsageError
 
 STRATEGIES = ("zero3", "zero2", "zero1", "ddp", "hsdp", "hfsdp", "torch-ddp")
+TWO_AXES = ("hsdp", "hfsdp")
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -36,6 +40,11 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     parser = OptionParser(description="Train a small GPT, sharded over the ranks by polyshard.")
     known = ", ".join(STRATEGIES)
     parser.add_argument("--strategy", default="zero3", help=f"one of {known} (default: zero3)")
+    parser.add_argument(
+        "--mesh",
+        help="ranks along the outer and the inner axis, such as 2x2; hsdp and hfsdp use both axes "
+        "(default for these: near to square; for the others one axis)",
+    )
     parser.add_argument("--backend", help="such as gloo (default: the best that is installed)")
     parser.add_argument(
         "--steps", type=int, default=160, help="training steps (default: %(default)s)"
@@ -52,11 +61,37 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(words)
     if options.strategy not in STRATEGIES:
         raise UsageError(f"unknown strategy {options.strategy!r}; the known ones are {known}.")
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    options.mesh = mesh_shape(options.mesh, strategy=options.strategy, ranks=ranks)
     if options.steps < 1:
         raise UsageError(f"--steps must be at least 1, got {options.steps}.")
     if options.png.suffix != ".png":
         raise UsageError(f"--png must end in .png, got {str(options.png)!r}.")
     return options
+
+
+def mesh_shape(words: str | None, *, strategy: str, ranks: int) -> tuple[int, ...]:
+    """The sizes of one axis or two; ``words`` is what was given for them.
+
+    Raises UsageError if they do not suit the strategy and the number of ranks.
+    """
+    if words is None:
+        if strategy not in TWO_AXES:
+            return (ranks,)
+        # Near to square, and rather a large group than many: 1x2, 2x2, 2x3, 2x4, 3x3.
+        outer = max(size for size in range(1, math.isqrt(ranks) + 1) if ranks % size == 0)
+        return (outer, ranks // outer)
+    if not re.fullmatch("[1-9][0-9]*(x[1-9][0-9]*)?", words):
+        raise UsageError(f"--mesh must be one or two sizes, such as 4 or 2x2, got {words!r}.")
+    shape = tuple(map(int, words.split("x")))
+    if strategy in TWO_AXES and len(shape) < 2:
+        raise UsageError(f"{strategy} needs a mesh of two axes, such as 2x2, got --mesh {words}.")
+    if math.prod(shape) != ranks:
+        raise UsageError(
+            f"--mesh {words} is for {math.prod(shape)} ranks, but this run has {ranks}; give sizes "
+            "whose product is that, or start as many ranks with torchrun --nproc-per-node."
+        )
+    return shape
 
 
 def main() -> None:
@@ -67,7 +102,7 @@ def main() -> None:
     from gpt_demo import run
     from gpt_training import Recipe
 
-    recipe = Recipe(options.strategy, options.backend, options.steps)
+    recipe = Recipe(options.strategy, options.mesh, options.steps, options.backend)
     run(recipe, picture=options.png, with_comparison=not options.no_compare)
 
 

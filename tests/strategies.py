@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from training import make_mesh
 
@@ -19,9 +20,15 @@ class Strategy:
 
     placements: Placements
 
-    def mesh(self, shape: Sequence[int]) -> DeviceMesh:
-        """All ranks, with the axes that the placements name."""
-        return make_mesh(shape, self.placements.dp_axes)
+    def mesh(self, shape: Sequence[int] | None = None) -> DeviceMesh:
+        """All ranks, with the axes that the placements name; by default all on the outermost."""
+        return mesh_for(self.placements, shape)
+
+
+def mesh_for(placements: Placements, shape: Sequence[int] | None = None) -> DeviceMesh:
+    """All ranks, with the axes that the placements name; by default all on the outermost."""
+    outermost = (dist.get_world_size(), *(1 for _ in placements.dp_axes[1:]))
+    return make_mesh(shape or outermost, placements.dp_axes)
 
 
 def _mix(parameter: str, gradient: str, optimizer: str) -> Placements:

@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 import torch
+from strategies import STRATEGIES, mesh_for
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial as TorchPartial
 from training import bf16_policy, loss_of, make_batches, make_mesh, make_model, shard
@@ -20,7 +21,7 @@ from polyshard import Partial, Placements, Replicate, microbatch
 from polyshard.testing import run_ranks
 
 RANKS = 2
-STRATEGIES = ["zero3", "ddp"]
+NAMES = ["zero3", "ddp", "zero1", "hfsdp"]
 BATCHES = 8
 
 Grads = dict[str, Tensor | None]
@@ -108,7 +109,7 @@ def accumulate(
     rank: int, placements: Placements, plan: Plan, bf16: bool, divisor: float
 ) -> list[State]:
     model = make_small_model(torch.bfloat16 if bf16 else torch.float32)
-    mesh = make_mesh()
+    mesh = mesh_for(placements)
     policy = bf16_policy() if bf16 else None
     shard(model, mesh, placements, mixed_precision_policy=policy, grad_divisor=divisor)
     tokens, targets = make_batches(BATCHES, 1, mesh.size())
@@ -188,14 +189,14 @@ PLANS: dict[str, Plan] = {
 BF16_PLANS = ("scoped", "unscoped", "unscoped-then-scoped", "two-steps-zeroed")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", NAMES)
 @pytest.mark.parametrize(
     ("plan", "bf16"), [*((plan, False) for plan in PLANS), *((plan, True) for plan in BF16_PLANS)]
 )
 def test_backwards_add_up(plan: str, bf16: bool, strategy: str) -> None:
     """After every backward, and after clearing, gradients are what one process has added up; with
     bf16 weights they are fp32, and no sum is rounded."""
-    for states in check(getattr(Placements, strategy)("dp"), PLANS[plan], bf16=bf16):
+    for states in check(STRATEGIES[strategy].placements, PLANS[plan], bf16=bf16):
         for state in states:
             assert state.dtypes <= {torch.float32}
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from strategies import STRATEGIES
 from torch import Tensor, nn
-from training import make_mesh
 
-from polyshard import Placements, fully_shard
+from polyshard import fully_shard
 from polyshard.testing import run_ranks
 
 WIDTH, VOCABULARY = 3, 7
@@ -165,8 +165,8 @@ def make_two_heads() -> TwoHeads:
 def sharded_outcome(
     rank: int, case: Case, strategy: str, reshard: bool
 ) -> tuple[bool, dict[str, Tensor]]:
-    mesh, model = make_mesh(), make_two_heads()
-    placements = getattr(Placements, strategy)("dp")
+    mesh, model = STRATEGIES[strategy].mesh(), make_two_heads()
+    placements = STRATEGIES[strategy].placements
     for module in (*model.children(), model):
         fully_shard(module, mesh, placements, reshard_after_forward=reshard)
     return outcome(model, case)

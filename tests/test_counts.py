@@ -6,22 +6,27 @@ import re
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from fractions import Fraction
+from math import prod
 from typing import Any
 
 import pytest
 import torch
+from strategies import STRATEGIES
 from strategy_formulas import DOCUMENT, Book, Group
 from torch import Tensor, nn
-from training import Training, make_mesh, make_model, shard, train_sharded
+from training import Training, make_model, shard, train_sharded
 from watched_gloo import WatchedGloo
 
-from polyshard import MixedPrecisionPolicy, Placements, microbatch
+from polyshard import MixedPrecisionPolicy, microbatch
 from polyshard.context import unit_of
 from polyshard.testing import run_ranks
 
-STRATEGIES = ("zero3", "ddp")
+PRESETS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
+TWO_AXES = ("hsdp", "hfsdp")
+UNEQUAL = (2, 3)  # no formula can take one of its axes for the other
 VOCABULARY, WIDTH = 11, 6
+
+Shape = tuple[int, ...]
 
 # dtype of the parameters, policy, and the letters that the document gives the dtypes' sizes
 POLICIES: dict[str, tuple[torch.dtype, MixedPrecisionPolicy | None, dict[str, int]]] = {
@@ -35,7 +40,7 @@ POLICIES: dict[str, tuple[torch.dtype, MixedPrecisionPolicy | None, dict[str, in
 
 
 class Block(nn.Module):
-    """Lengths that do not divide by two."""
+    """Lengths that do not divide by the ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,6 +80,22 @@ class Counted:
     moved: list[dict[str, tuple[int, int]]] = field(default_factory=list)
 
 
+def letters(
+    shape: Shape, units: int, microbatches: int, policy: str, *, scoped: bool, reshard: bool
+) -> dict[str, int]:
+    """The document's letters that do not depend on the group."""
+    return {
+        "n": prod(shape),
+        "o": shape[0],
+        "i": shape[-1],
+        "M": microbatches,
+        "W": 1 if scoped else microbatches,
+        "G": 2 if reshard else 1,
+        "U": units,
+        **POLICIES[policy][2],
+    }
+
+
 def groups_of(model: nn.Module) -> list[list[Group]]:
     """The groups of each unit, as they are."""
     return [
@@ -95,7 +116,9 @@ def moved_by(model: Any) -> dict[str, tuple[int, int]]:
 # -- memory -------------------------------------------------------------------------------------
 
 
-def count(rank: int, strategy: str, policy: str, scoped: bool, reshard: bool) -> Counted:
+def count(
+    rank: int, strategy: str, shape: Shape, policy: str, scoped: bool, reshard: bool
+) -> Counted:
     """Two steps of two microbatches each."""
     dtype, precision, _ = POLICIES[policy]
     backend = WatchedGloo()
@@ -103,8 +126,8 @@ def count(rank: int, strategy: str, policy: str, scoped: bool, reshard: bool) ->
     model = Chain().to(dtype)
     shard(
         model,
-        make_mesh(),
-        getattr(Placements, strategy)("dp"),
+        STRATEGIES[strategy].mesh(shape),
+        STRATEGIES[strategy].placements,
         mixed_precision_policy=precision,
         reshard_after_forward=reshard,
         backend=backend,
@@ -143,15 +166,23 @@ def expected_memory(
     copies = Counter(copies=book.total("copies", every))
     gathered = Counter(gathered=book.total("gathered", in_pass if reshard else every))
     kept = Counter() if reshard else gathered
-    landing = Counter({"reduce output": max(book("landing", group) for group in every)})
-    if book.strategy == "zero3":
-        gradients = Counter({"reduce output": book.total("gradients", every)})
-        inputs = Counter({"reduce input": book.total("reduce input", in_pass)})
-    else:
-        # Reduced in place, or through one group's worth of another dtype.
-        gradients = Counter({"reduce input": book.total("gradients", every)})
-        inputs = Counter({"reduce input": max(book("reduce input", group) for group in every)})
-    contribution = Counter({"reduce input": book.total("contribution", every)})
+    inputs = Counter({"reduce input": book.total("reduce input", in_pass)})
+    landing, last_landing, staged = (
+        Counter({kind: max(book(quantity, group) for group in every)})
+        for kind, quantity in (
+            ("landing", "landing"),
+            ("landing", "last landing"),
+            ("staged", "staged"),
+        )
+    )
+    # Where nothing is reduced before the end, gradients are packed where they add up.
+    summed = "reduce output" if +inputs else "reduce input"
+    accumulators = Counter({summed: book.total("accumulators", every)})
+    becomes_gradient = accumulators.total() == book.total("gradients", every)
+    gradients = Counter(
+        {summed if becomes_gradient else "reduce output": book.total("gradients", every)}
+    )
+    sums = +accumulators or gradients
 
     held, most = {}, {}
     for step in ("first", "second"):
@@ -159,16 +190,21 @@ def expected_memory(
         for micro in ("first", "last"):
             moment = f"{step} step, {micro} microbatch"
             is_final = micro == "last" or not scoped
-            before = main + gradients if micro == "last" else main
+            so_far = Counter() if micro == "first" else sums if scoped else gradients
+            before = main + so_far
             most[f"{moment}, forward"] = before + copies + gathered
             held[f"{moment}, forward"] = before + copies + kept
-            backward = main + copies + gathered + gradients
-            if book.strategy == "zero3" or is_final:
-                backward += inputs
-                if micro == "last" and (book.strategy == "zero3" or not scoped):
-                    backward += contribution + landing
+            backward = main + copies + gathered + inputs + accumulators
+            if is_final and +accumulators:
+                adds = micro == "last" and not scoped
+                backward += staged + (last_landing if adds else Counter())
+                backward += gradients if adds or not becomes_gradient else Counter()
+            elif not +accumulators:
+                backward += gradients
+            if micro == "last" and (scoped or not +accumulators):
+                backward += landing
             most[f"{moment}, backward"] = backward
-            held[f"{moment}, backward"] = main + gradients + (Counter() if is_final else copies)
+            held[f"{moment}, backward"] = main + (gradients if is_final else sums + copies)
     return held, most
 
 
@@ -178,13 +214,14 @@ def expected_memory(
     ids=["scoped", "unscoped", "kept-gathered"],
 )
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", PRESETS)
 def test_memory_is_what_the_document_says(
     strategy: str, policy: str, scoped: bool, reshard: bool
 ) -> None:
     """Between steps, inside a window and at their peaks, buffers hold what the formulas say."""
-    book = Book(strategy, {"n": 2, "M": 2, "U": 4, **POLICIES[policy][2]})
-    for counted in run_ranks(2, count, strategy, policy, scoped, reshard):
+    shape = UNEQUAL if strategy in TWO_AXES else (2,)
+    book = Book(strategy, letters(shape, 4, 2, policy, scoped=scoped, reshard=reshard))
+    for counted in run_ranks(prod(shape), count, strategy, shape, policy, scoped, reshard):
         held, most = expected_memory(counted, book, scoped=scoped, reshard=reshard)
         assert {moment: +counter for moment, counter in counted.held.items()} == held
         assert {moment: +counter for moment, counter in counted.most.items()} == most
@@ -194,13 +231,12 @@ def test_memory_is_what_the_document_says(
 
 
 def count_traffic(
-    rank: int, strategy: str, microbatches: int, scoped: bool, reshard: bool
+    rank: int, strategy: str, shape: Shape, microbatches: int, scoped: bool, reshard: bool
 ) -> Counted:
     """Two steps of a model with frozen, unused and tied parameters."""
-    mesh = make_mesh()
-    model = make_model()
-    placements = getattr(Placements, strategy)("dp")
-    shard(model, mesh, placements, reshard_after_forward=reshard)
+    mesh = STRATEGIES[strategy].mesh(shape)
+    model = make_model(blocks=2)
+    shard(model, mesh, STRATEGIES[strategy].placements, reshard_after_forward=reshard)
     counted = Counted(groups_of(model), moved=[moved_by(model)])
     for _ in range(2):
         how = Training(steps=1, microbatches=microbatches, scoped=scoped)
@@ -210,72 +246,67 @@ def count_traffic(
 
 
 def expected_traffic(
-    units: list[list[Group]], book: Book, *, steps: int, scoped: bool, reshard: bool
+    units: list[list[Group]], book: Book, *, steps: int
 ) -> dict[str, tuple[int, int]]:
     """(calls, bytes) by kind after ``steps``, according to the document."""
     every = [group for groups in units for group in groups]
     trainable = [group for group in every if group.trainable]
-    gathers = Fraction(steps) if reshard else Fraction(steps, 2)
-    reductions = steps * (book.letters["M"] if book.strategy == "ddp" and not scoped else 1)
-    ordered = min(steps, 1)
-    moved = {
-        "all_gather": (
-            gathers * book.total("gathers", every),
-            gathers * book.total("gathered bytes", every),
-        ),
-        {"zero3": "reduce_scatter", "ddp": "all_reduce"}[book.strategy]: (
-            reductions * book.total("reductions", trainable),
-            reductions * book.total("reduced bytes", trainable),
-        ),
-        "broadcast": (
-            book.total("first values", every) + ordered * book("order"),
-            book.total("bytes of first values", every) + ordered * book("bytes of the order"),
-        ),
-    }
-    return {kind: counted for kind, counted in moved.items() if counted != (0, 0)}
+    last = "all_reduce" if book.strategy in ("ddp", "hsdp") else "reduce_scatter"
+    calls, sent = Counter[str](), Counter[str]()
+    for kind, groups, quantity, bytes_quantity in (
+        ("all_gather", every, "gathers of copies", "bytes of copies"),
+        ("all_gather", every, "gathers", "gathered bytes"),
+        ("reduce_scatter", trainable, "reductions", "reduced bytes"),
+        (last, trainable, "last reductions", "last reduced bytes"),
+    ):
+        calls[kind] += steps * book.total(quantity, groups)
+        sent[kind] += steps * book.total(bytes_quantity, groups)
+    calls["broadcast"] += book.total("first values", every) + min(steps, 1) * book("order")
+    sent["broadcast"] += book.total("bytes of first values", every)
+    sent["broadcast"] += min(steps, 1) * book("bytes of the order")
+    return {kind: (number, sent[kind]) for kind, number in calls.items() if number}
 
 
 @pytest.mark.parametrize(
     ("ranks", "microbatches", "scoped", "reshard"),
     [(2, 1, False, True), (4, 3, True, True), (2, 3, False, True), (2, 2, True, False)],
-    ids=["2-ranks", "4-ranks-scoped", "unscoped", "kept-gathered"],
+    ids=["one-microbatch", "scoped", "unscoped", "kept-gathered"],
 )
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", PRESETS)
 def test_traffic_is_what_the_document_says(
     strategy: str, ranks: int, microbatches: int, scoped: bool, reshard: bool
 ) -> None:
     """A step sends the bytes and calls the collectives that the formulas say, and so does the
     next; what happens once happens once."""
-    letters = {"n": ranks, "M": microbatches, "U": 4, **POLICIES["fp32"][2]}
-    book = Book(strategy, letters)
-    for counted in run_ranks(ranks, count_traffic, strategy, microbatches, scoped, reshard):
+    shape = UNEQUAL if strategy in TWO_AXES else (ranks,)
+    values = letters(shape, 3, microbatches, "fp32", scoped=scoped, reshard=reshard)
+    book = Book(strategy, values)
+    for counted in run_ranks(
+        prod(shape), count_traffic, strategy, shape, microbatches, scoped, reshard
+    ):
         assert any(not group.trainable for groups in counted.units for group in groups)
         for steps, moved in enumerate(counted.moved):
-            assert moved == expected_traffic(
-                counted.units, book, steps=steps, scoped=scoped, reshard=reshard
-            )
+            assert moved == expected_traffic(counted.units, book, steps=steps)
 
 
 # -- the example --------------------------------------------------------------------------------
 
 
 def example_rows(units: dict[str, list[list[Group]]], books: dict[str, Book]) -> list[str]:
-    """The example's tables as the document has to have them, computed from its formulas."""
+    """The example's table as the document has to have it, computed from its formulas."""
     cells: dict[str, list[int]] = {}
     step = "first step"
     for strategy, book in books.items():
-        every = [group for groups in units[strategy] for group in groups]
-        _, most = expected_memory(Counted(units[strategy]), book, scoped=True, reshard=True)
-        moved = [
-            expected_traffic(units[strategy], book, steps=steps, scoped=True, reshard=True)
-            for steps in (1, 2)
-        ]
+        held, most = expected_memory(Counted(units[strategy]), book, scoped=True, reshard=True)
+        moved = [expected_traffic(units[strategy], book, steps=steps) for steps in (1, 2)]
         one, two = (sum(calls for calls, _ in kinds.values()) for kinds in moved)
         sent_in_one, sent_in_two = (sum(sent for _, sent in kinds.values()) for kinds in moved)
-        at_rest = book.total("main weights", every)
         for title, value in {
-            "held between steps, gradients cleared": at_rest,
-            "held between steps with gradients": at_rest + book.total("gradients", every),
+            "`P` of the root": units[strategy][0][0].numel,
+            "`P` of each block": units[strategy][1][0].numel,
+            "held between steps, gradients cleared": held[f"{step}, before"].total(),
+            "held between steps with gradients": held[f"{step}, last microbatch, backward"].total(),
+            "held between microbatches": held[f"{step}, first microbatch, backward"].total(),
             "held at most in a first forward": most[f"{step}, first microbatch, forward"].total(),
             "held at most in a last backward": most[f"{step}, last microbatch, backward"].total(),
             "sent in a step": sent_in_two - sent_in_one,
@@ -283,27 +314,23 @@ def example_rows(units: dict[str, list[list[Group]]], books: dict[str, Book]) ->
             "sent once": 2 * sent_in_one - sent_in_two,
             "collectives once": 2 * one - two,
         }.items():
-            cells.setdefault(title, []).append(int(value))
-    sizes = [
-        [str(groups[0].count), *(str(units[strategy][index][0].numel) for strategy in books)]
-        for index, groups in enumerate(units["zero3"][:2])
-    ]
-    rows = [["root", *sizes[0]], ["each block", *sizes[1]]]
-    rows += [[title, *map(str, values)] for title, values in cells.items()]
-    return [f"| {' | '.join(row)} |" for row in rows]
+            cells.setdefault(title, []).append(value)
+    return [f"| {title} | {' | '.join(map(str, values))} |" for title, values in cells.items()]
 
 
 def test_the_example_is_what_is_counted() -> None:
     """Every number of the document's example follows from its formulas and from a count."""
-    letters = {"n": 2, "M": 2, "U": 4, **POLICIES["bf16"][2]}
-    books = {strategy: Book(strategy, letters) for strategy in STRATEGIES}
-    units = {}
-    for strategy, book in books.items():
-        counted = run_ranks(2, count, strategy, "bf16", True, True)[0]
-        units[strategy] = counted.units
+    units, books = {}, {}
+    for strategy in PRESETS:
+        shape = (2, 2) if strategy in TWO_AXES else (4,)
+        book = Book(strategy, letters(shape, 4, 2, "bf16", scoped=True, reshard=True))
+        counted = run_ranks(4, count, strategy, shape, "bf16", True, True)[0]
         for steps, moved in enumerate(counted.moved, start=1):
-            expected = expected_traffic(counted.units, book, steps=steps, scoped=True, reshard=True)
-            assert moved == expected
+            assert moved == expected_traffic(counted.units, book, steps=steps)
+        held, most = expected_memory(counted, book, scoped=True, reshard=True)
+        assert {moment: +counter for moment, counter in counted.held.items()} == held
+        assert {moment: +counter for moment, counter in counted.most.items()} == most
+        units[strategy], books[strategy] = counted.units, book
     example = DOCUMENT.read_text().partition("## An example")[2]
     shown = [line for line in example.splitlines() if re.search(r"\d \|$", line)]
     assert shown == example_rows(units, books)

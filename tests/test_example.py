@@ -75,11 +75,13 @@ def png_size(path: Path) -> tuple[int, int]:
     return int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "ddp", "torch-ddp"])
-def test_trains_and_reports(strategy: str, tmp_path: Path) -> None:
-    """Every strategy on offer trains, prints its result and a sample once, and draws the curve."""
+# The others train in the comparison.
+@pytest.mark.parametrize(("strategy", "ranks"), [("zero1", 2), ("torch-ddp", 2), ("hfsdp", 4)])
+def test_trains_and_reports(strategy: str, ranks: int, tmp_path: Path) -> None:
+    """A strategy of one axis, one of two and PyTorch's own train, print their results and a sample
+    once, and draw the curve."""
     options = ("--strategy", strategy, "--steps", "3", "--no-compare")
-    ended = finish(*by_torchrun(), *options, directory=tmp_path)
+    ended = finish(*by_torchrun(ranks=ranks), *options, directory=tmp_path)
     assert ended.returncode == 0, ended.stderr
     for text in ("step    3/3", "loss at the last step", "loss on unseen files", "Code it writes"):
         assert ended.stdout.count(text) == 1, ended.stdout
@@ -87,8 +89,9 @@ def test_trains_and_reports(strategy: str, tmp_path: Path) -> None:
 
 
 def test_compares_the_strategies(tmp_path: Path) -> None:
-    """Sharding takes less memory between steps and at peak than plain DDP, as measured."""
-    options = ("--backend", "gloo", "--steps", "2", "--png", "deep/er/picture.png")
+    """Sharding takes less memory between steps and at peak than plain DDP, as measured; every
+    strategy that fits the mesh is in the table."""
+    options = ("--backend", "gloo", "--mesh", "2x1", "--steps", "2", "--png", "deep/er/picture.png")
     ended = finish(*by_torchrun(), *options, directory=tmp_path)
     assert ended.returncode == 0, ended.stderr
     rows = {
@@ -96,9 +99,11 @@ def test_compares_the_strategies(tmp_path: Path) -> None:
         for line in ended.stdout.splitlines()
         if len(words := line.strip("│ ").split("│")) == 4
     }
-    assert set(rows) == {"plain DDP", "ddp", "zero3"}, ended.stdout
     plain, sharded = rows["plain DDP"], rows["zero3"]
-    assert sharded[0] < plain[0], ended.stdout
+    presets = ["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"]
+    assert list(rows) == ["plain DDP", *presets], ended.stdout
+    for strategy in presets[1:]:
+        assert rows[strategy][0] < plain[0], ended.stdout
     assert sharded[1] < plain[1], ended.stdout
     assert min(min(row) for row in rows.values()) > 0, ended.stdout
     assert png_size(tmp_path / "deep" / "er" / "picture.png") > (1600, 600)
@@ -116,14 +121,20 @@ def test_one_rank(start: tuple[str, ...], tmp_path: Path) -> None:
     ("options", "complaint"),
     [
         (("--strategy", "zero9"), "unknown strategy 'zero9'; the known ones are zero3, "),
-        (("--backend", "pigeon"), "unknown backend 'pigeon'; the installed ones are "),
         (("--steps", "0"), "--steps must be at least 1, got 0."),
         (("--steps", "many"), "argument --steps: invalid int value: 'many'."),
         (("--png", "curve.gif"), "--png must end in .png, got 'curve.gif'."),
+        (("--mesh", "2by2"), "--mesh must be one or two sizes, such as 4 or 2x2, got '2by2'."),
+        (("--mesh", "0x1"), "--mesh must be one or two sizes, such as 4 or 2x2, got '0x1'."),
+        (("--mesh", "2x2"), "--mesh 2x2 is for 4 ranks, but this run has 1; give sizes "),
+        (
+            ("--strategy", "hsdp", "--mesh", "1"),
+            "hsdp needs a mesh of two axes, such as 2x2, got --mesh 1.",
+        ),
     ],
 )
 def test_a_wrong_option_is_one_sentence(
-    options: tuple[str, str], complaint: str, tmp_path: Path
+    options: tuple[str, ...], complaint: str, tmp_path: Path
 ) -> None:
     """A wrong option ends with exit code 2 and one line that says what was expected."""
     ended = finish(*BY_ITSELF, *options, directory=tmp_path)
@@ -158,9 +169,9 @@ def heed_interrupts() -> None:
 @pytest.mark.parametrize(
     ("options", "first_sign", "processes"),
     [
-        # The launcher and its ranks; while measuring, a process beside each rank.
+        # The launcher and its ranks; while measuring, two processes beside each rank.
         (("--steps", "100000", "--no-compare"), "step    1/", 1 + RANKS),
-        (("--steps", "1"), "measured the cost of torch-ddp", 1 + 2 * RANKS),
+        (("--steps", "1"), "measured the cost of torch-ddp", 1 + 3 * RANKS),
     ],
     ids=["training", "measuring"],
 )

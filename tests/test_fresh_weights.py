@@ -10,19 +10,19 @@ from functools import partial
 
 import pytest
 import torch
+from strategies import STRATEGIES
 from torch import Tensor, nn
-from training import bf16_policy, loss_of, make_batches, make_mesh, make_model, shard
+from training import bf16_policy, loss_of, make_batches, make_model, shard
 
 from polyshard import (
     MixedPrecisionPolicy,
-    Placements,
     full_state_dict,
     microbatch,
     unsharded,
 )
 from polyshard.testing import run_ranks
 
-STRATEGIES = ["zero3", "ddp"]
+NAMES = ["zero3", "ddp", "zero1", "hfsdp"]
 make_small_model = partial(make_model, blocks=1)
 TOKENS, TARGETS = (each[0, :, 0] for each in make_batches(1, 4, 1))  # four batches
 
@@ -158,15 +158,15 @@ SCENARIOS: list[Scenario] = [
 
 def run_sharded(rank: int, scenario: Scenario, strategy: str, reshard: bool) -> list[Tensor]:
     model = make_small_model()
-    placements = getattr(Placements, strategy)("dp")
-    shard(model, make_mesh(), placements, reshard_after_forward=reshard)
+    placements = STRATEGIES[strategy].placements
+    shard(model, STRATEGIES[strategy].mesh(), placements, reshard_after_forward=reshard)
     return scenario(model)
 
 
 @pytest.mark.parametrize(
     ("strategy", "reshard"),
-    [("zero3", True), ("zero3", False), ("ddp", True)],
-    ids=["zero3", "zero3-kept-gathered", "ddp"],
+    [("zero3", True), ("zero3", False), ("ddp", True), ("zero1", True), ("hfsdp", True)],
+    ids=["zero3", "zero3-kept-gathered", "ddp", "zero1", "hfsdp"],
 )
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_forwards_see_what_one_process_sees(
@@ -182,9 +182,9 @@ def test_forwards_see_what_one_process_sees(
 def write_between_microbatches(rank: int, strategy: str) -> list[tuple[Tensor, Tensor]]:
     """bf16 copies of fp32 weights, inside one window and after writes; and what a model sharded
     afresh with these weights computes."""
-    placements = getattr(Placements, strategy)("dp")
+    placements = STRATEGIES[strategy].placements
     precision = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
-    mesh, model = make_mesh(), make_small_model()
+    mesh, model = STRATEGIES[strategy].mesh(), make_small_model()
     shard(model, mesh, placements, mixed_precision_policy=precision)
     seen = []
     for batch, is_last in enumerate((False, False, True)):
@@ -201,7 +201,7 @@ def write_between_microbatches(rank: int, strategy: str) -> list[tuple[Tensor, T
     return seen
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", NAMES)
 def test_copies_in_another_dtype_are_renewed_inside_a_window(strategy: str) -> None:
     """Weights that change between microbatches are cast and gathered anew."""
     for seen in run_ranks(2, write_between_microbatches, strategy):
@@ -217,8 +217,8 @@ def first_values(rank: int, strategy: str, bf16: bool) -> dict[str, Tensor]:
     """The weights after sharding models that were different on each rank."""
     model = make_small_model(torch.bfloat16 if bf16 else torch.float32, seed=rank)
     policy = bf16_policy() if bf16 else None
-    placements = getattr(Placements, strategy)("dp")
-    shard(model, make_mesh(), placements, mixed_precision_policy=policy)
+    placements = STRATEGIES[strategy].placements
+    shard(model, STRATEGIES[strategy].mesh(), placements, mixed_precision_policy=policy)
     logits = evaluate(model)
     assert torch.equal(logits, evaluate(model))
     return {**full_state_dict(model), "logits": logits}
@@ -256,8 +256,8 @@ def test_sharded_axes_keep_each_ranks_own_rows() -> None:
 def write_whole_weights(rank: int, strategy: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """fp32 main weights before and after some of the bf16 weights were written while whole."""
     model = make_small_model(torch.bfloat16)
-    placements = getattr(Placements, strategy)("dp")
-    shard(model, make_mesh(), placements, mixed_precision_policy=bf16_policy())
+    placements = STRATEGIES[strategy].placements
+    shard(model, STRATEGIES[strategy].mesh(), placements, mixed_precision_policy=bf16_policy())
     train_step(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     before = full_state_dict(model)
     with unsharded(model), torch.no_grad():
@@ -266,7 +266,7 @@ def write_whole_weights(rank: int, strategy: str) -> tuple[dict[str, Tensor], di
     return before, full_state_dict(model)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", NAMES)
 def test_what_is_written_while_whole_is_kept(strategy: str) -> None:
     """Rows written inside `unsharded` reach the main weights of the ranks that hold them; all
     others keep what they had, to the last bit of their precision."""

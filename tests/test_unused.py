@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from strategies import STRATEGIES
 from torch import Tensor, nn
-from training import make_mesh
 from watched_gloo import RestlessGloo
 
-from polyshard import Placements, fully_shard, microbatch
+from polyshard import fully_shard, microbatch
 from polyshard.testing import run_ranks
 
 WIDTH = 3
-STRATEGIES = ["zero3", "ddp"]
+NAMES = ["zero3", "ddp", "zero1", "hfsdp"]
 
 #: For each rank, for each microbatch, which parts are used, in which order.
 Plan = list[list[str]]
@@ -86,9 +86,9 @@ EVERYTHING = "0:sab 1:sab 2:sab"
 
 def sharded_grads(rank: int, strategy: str, plans: list[Plan], scoped: bool) -> Seen:
     # Lanes are late, and memory that holds nothing is NaN: what counts as zero has to be made so.
-    backend, mesh, model = RestlessGloo(seed=rank), make_mesh(), make_whole()
+    backend, mesh, model = RestlessGloo(seed=rank), STRATEGIES[strategy].mesh(), make_whole()
     for module in (*model.parts, model):
-        fully_shard(module, mesh, getattr(Placements, strategy)("dp"), backend=backend)
+        fully_shard(module, mesh, STRATEGIES[strategy].placements, backend=backend)
     results, reductions = [], []
     for plan in (plans[rank], [EVERYTHING]):
         before = len(backend.labels["reduce"])
@@ -128,7 +128,7 @@ def check(plans: list[Plan], strategy: str, *, scoped: bool = True) -> list[Seen
     return seen
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", NAMES)
 def test_what_nobody_used_keeps_none(strategy: str) -> None:
     """Parameters inside an entered unit, and a whole unit, that no rank used keep grad None; in
     the next step they are as good as new."""
@@ -144,7 +144,7 @@ def test_what_nobody_used_keeps_none(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("scoped", [True, False], ids=["scoped", "unscoped"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", NAMES)
 @pytest.mark.parametrize(
     "plans",
     [

@@ -10,7 +10,8 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -25,6 +26,8 @@ KINDS = {
     Role.REDUCE_INPUT: "reduce input",
     Role.REDUCE_OUTPUT: "reduce output",
 }
+#: The same, where submitted work acquires it: for the length of that work.
+KINDS_IN_WORK = {"reduce input": "staged", "reduce output": "landing"}
 LONGEST_DELAY_SECONDS = 0.002
 
 Work = Callable[[], None]
@@ -37,6 +40,21 @@ class Ledger:
         self.now: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
         self._lock = threading.Lock()
+        self._thread = threading.local()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Inside, this thread runs submitted work."""
+        self._thread.works = True
+        try:
+            yield
+        finally:
+            self._thread.works = False
+
+    def kind_here(self, kind: str) -> str:
+        """The kind of what this thread acquires now."""
+        works = getattr(self._thread, "works", False)
+        return KINDS_IN_WORK.get(kind, kind) if works else kind
 
     def add(self, kind: str, nbytes: int) -> None:
         with self._lock:
@@ -74,6 +92,15 @@ class WatchedGloo(_NotedGloo):
     def __init__(self) -> None:
         super().__init__()
         self.ledger = Ledger()
+
+    def _pass_on(self, role: LaneRole, work: Work, label: str) -> Work:
+        work, ledger = super()._pass_on(role, work, label), self.ledger
+
+        def watched() -> None:
+            with ledger.working():
+                work()
+
+        return watched
 
     def allocate(
         self,
@@ -150,9 +177,9 @@ class _CountedBuffer(StorageBuffer):
     ) -> None:
         super().__init__(numel, dtype, device, lifetime)
         self._ledger, self._kind = ledger, kind
-        self._held = [0]
+        self._held: Counter[str] = Counter()  # one kind at a time
         self._count()
-        weakref.finalize(self, _forget, ledger, kind, self._held).atexit = False
+        weakref.finalize(self, _forget, ledger, self._held).atexit = False
 
     def acquire(self) -> None:
         super().acquire()
@@ -164,12 +191,18 @@ class _CountedBuffer(StorageBuffer):
 
     def _count(self) -> None:
         nbytes = self.tensor.untyped_storage().nbytes()
-        self._ledger.add(self._kind, nbytes - self._held[0])
-        self._held[0] = nbytes
+        if nbytes == self._held.total():
+            return
+        _forget(self._ledger, self._held)
+        kind = self._ledger.kind_here(self._kind)
+        self._held[kind] = nbytes
+        self._ledger.add(kind, nbytes)
 
 
-def _forget(ledger: Ledger, kind: str, held: list[int]) -> None:
-    ledger.add(kind, -held[0])
+def _forget(ledger: Ledger, held: Counter[str]) -> None:
+    for kind, nbytes in held.items():
+        ledger.add(kind, -nbytes)
+    held.clear()
 
 
 class _PoisonedBuffer(StorageBuffer):
