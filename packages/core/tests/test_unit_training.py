@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -341,3 +342,21 @@ def test_a_kept_gradient_is_the_same_after_reading(world: OneRank) -> None:
     world.shard(model)
     model(batch()).sum().backward()
     assert model.used.weight.grad is model.used.weight.grad
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_unit_that_is_replaced(world: OneRank, kept: bool) -> None:
+    """Training goes on after a module was deleted, or replaced by another unit."""
+    model, reference = twins(make_stack())
+    world.shard(*units_in(model))
+    train(model, 2), train(reference, 2)
+    torch.manual_seed(1)
+    block = Block()
+    for each in (model, reference):
+        del each.blocks[1]
+        if kept:
+            each.blocks.append(copy.deepcopy(block))
+    if kept:
+        world.shard(model.blocks[-1])
+    assert train(model, 3) == pytest.approx(train(reference, 3), rel=1e-5)
+    assert_same_weights(model, reference)

@@ -61,7 +61,18 @@ class FsdpContext:
     @property
     def units(self) -> list[Unit]:
         """In registration order: as the root's modules are traversed, parents first."""
-        return [unit for reference in self._references if (unit := reference()) is not None]
+        alive = [unit for reference in self._references if (unit := reference()) is not None]
+        if len(alive) < len(self._references):
+            self._number(alive)  # a module was deleted or replaced
+        return alive
+
+    def _number(self, units: Sequence[Unit]) -> None:
+        """Number the units in this order; what was known of other orders is forgotten."""
+        for index, unit in enumerate(units):
+            unit.index = index
+        self._references = [weakref.ref(unit) for unit in units]
+        self._forward_order = Order(list(range(len(units))))
+        self._backward_order = self._reduction_order = None
 
     def transports(self) -> list[Transport]:
         """Those in use, each once, in the order of the units."""
@@ -101,12 +112,7 @@ class FsdpContext:
             self._open_passes += [p for p in other._open_passes if p not in self._open_passes]
             _contexts_by_unit[unit] = self
             unit.rename(path)
-        units = [*below, *(unit for unit in known if unit not in below)]
-        for index, unit in enumerate(units):
-            unit.index = index
-        self._references = [weakref.ref(unit) for unit in units]
-        self._forward_order = Order(list(range(len(units))))
-        self._backward_order = self._reduction_order = None
+        self._number([*below, *(unit for unit in known if unit not in below)])
 
     # -- forward ------------------------------------------------------------------------------
 

@@ -165,10 +165,7 @@ class ParameterGroup:
         result: list[TorchPlacement] = [TorchReplicate()] * len(places)
         for axis, placement in zip(places, placements, strict=True):
             if isinstance(placement, Flat):
-                result[axis] = RowSplit(
-                    [self.layout.local_range(r, index, num_shards=count) for r in range(count)],
-                    split,
-                )
+                result[axis] = RowSplit(self.layout.row_ranges(index, num_shards=count), split)
             elif isinstance(placement, Partial):
                 result[axis] = TorchPartial(placement.reduce_op)
         result += self.parameters[index].other_placements

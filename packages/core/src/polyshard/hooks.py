@@ -39,9 +39,10 @@ def attach(
     handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
     handles.append(module.register_forward_hook(_Returned(unit)))
     handles.append(module.register_forward_hook(_Left(unit), always_call=True))
+    groups = unit.groups_by_holder()
     for owner in owners:
         if owner is not module:
-            watch = _WatchOutput(unit, unit.groups_of(owner))
+            watch = _WatchOutput(unit, groups[id(owner._parameters)])
             handles.append(owner.register_forward_hook(watch))
 
 

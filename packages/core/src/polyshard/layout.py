@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, SupportsIndex, cast
+from typing import Final, SupportsIndex, cast, overload
 
 from .layout_search import pack
 
@@ -157,12 +157,24 @@ class GlobalLayout:
         Raises:
             ValueError: the layout has no such rank, tensor or coarser split.
         """
-        _, start, stop = self._local_part(rank, i, num_shards)
+        ranges = self.row_ranges(i, num_shards=num_shards)
+        if not 0 <= rank < len(ranges):
+            raise ValueError(f"rank {rank}: shards are numbered from 0 to {len(ranges) - 1}.")
+        return ranges[rank]
+
+    def row_ranges(self, i: int, *, num_shards: int | None = None) -> RowRanges:
+        """Return the `local_range` of every shard, computed when it is looked at."""
+        offset = self._offsets[self._known(i)]
+        count = self._split(num_shards)
+        segment = self.segments[self._segment_of[i]] if self.segments else Segment(0, 0, 0, 0, ())
         shape = self.shapes[i]
-        row_numel = math.prod(shape[1:])
-        if row_numel and (not shape or shape[0]):
-            return start // row_numel, stop // row_numel
-        return (0 if rank == 0 else shape[0]), shape[0]
+        return RowRanges(
+            row_count=shape[0] if shape else 1,
+            row_numel=math.prod(shape[1:]),
+            num_shards=count,
+            shard_numel=segment.numel // count,
+            offset=offset - segment.offset,
+        )
 
     def local_offset(self, rank: int, i: int, *, num_shards: int | None = None) -> int:
         """Return where the rows of tensor `i` that shard `rank` holds start in its local buffer.
@@ -212,6 +224,50 @@ class GlobalLayout:
                 f" the layout's {self.num_shards}."
             )
         return num_shards
+
+
+@dataclass(frozen=True)
+class RowRanges(Sequence[tuple[int, int]]):
+    """The rows [start, stop) of one tensor by shard: as many ranges as shards, in five numbers.
+
+    A rank knows where the rows of thousands of tensors lie on thousands of ranks.
+
+    Args:
+        row_count: rows of the tensor; a 0-D tensor has one.
+        row_numel: elements of a row.
+        num_shards: of the split.
+        shard_numel: elements of a shard of the tensor's segment.
+        offset: of the tensor's first element in its segment.
+    """
+
+    row_count: int
+    row_numel: int
+    num_shards: int
+    shard_numel: int
+    offset: int
+
+    def __len__(self) -> int:
+        return self.num_shards
+
+    @overload
+    def __getitem__(self, rank: int) -> tuple[int, int]: ...
+    @overload
+    def __getitem__(self, rank: slice) -> list[tuple[int, int]]: ...
+    def __getitem__(self, rank: int | slice) -> tuple[int, int] | list[tuple[int, int]]:
+        if isinstance(rank, slice):
+            return [self._range(each) for each in range(*rank.indices(self.num_shards))]
+        if not -self.num_shards <= rank < self.num_shards:
+            raise IndexError(f"rank {rank} of {self.num_shards} shards")
+        return self._range(rank % self.num_shards)
+
+    def _range(self, rank: int) -> tuple[int, int]:
+        numel = self.row_count * self.row_numel
+        if not numel:
+            return (0 if rank == 0 else self.row_count), self.row_count
+        before = rank * self.shard_numel - self.offset
+        start = min(max(before, 0), numel)
+        stop = min(max(before + self.shard_numel, 0), numel)
+        return start // self.row_numel, stop // self.row_numel
 
 
 def _checked_shape(index: int, shape: Sequence[int]) -> tuple[int, ...]:

@@ -5,6 +5,8 @@ Knows units by index and size only.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from .schedule import prefetch
 from .unit import Unit
 
@@ -19,11 +21,15 @@ class Order:
         self._recorded: list[int] = []
         self._units: list[Unit] = []
         self._sizes: list[int] = []
+        self._gathered: list[int] = []  # of those expected, the ones that gather anything
+        self._before: list[int] = []  # how many of them are expected up to each place
 
     def begin(self, units: list[Unit]) -> None:
         """A pass begins."""
         self._place, self._recorded, self._units = -1, [], units
         self._sizes = [unit.gathered_numel for unit in units]
+        self._gathered = [index for index in self._expected if self._sizes[index]]
+        self._before = list(accumulate(self._sizes[index] > 0 for index in self._expected))
 
     def ahead(self, unit: Unit, *, units: int, elements: int | None) -> list[Unit]:
         """Record that ``unit`` is entered; which ones to gather while it computes?"""
@@ -34,9 +40,10 @@ class Order:
         else:
             # Another order than last time: go on from where this unit was.
             self._place = self._first.get(unit.index, self._place)
-        chosen = prefetch(
-            self._expected, self._place, sizes=self._sizes, units=units, elements=elements
-        )
+        # Units that gather nothing are left out beforehand: with most of them, every look ahead
+        # would go through all.
+        place = self._before[self._place] - 1 if self._place >= 0 else -1
+        chosen = prefetch(self._gathered, place, sizes=self._sizes, units=units, elements=elements)
         return [self._units[index] for index in chosen]
 
     def next(self) -> Order:

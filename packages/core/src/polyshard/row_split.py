@@ -18,6 +18,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from .errors import PlacementError, UnsupportedError
+from .layout import RowRanges
 
 Rows = tuple[int, int]
 
@@ -40,30 +41,22 @@ class RowSplit(Shard):
         PlacementError: ranges that overlap, leave rows out or run backwards; repeated axes.
     """
 
-    ranges: tuple[Rows, ...]
+    ranges: Sequence[Rows]
     axis_order: tuple[int, ...]
 
     def __init__(self, ranges: Sequence[Rows], axis_order: Sequence[int]) -> None:
         super().__init__(0)
-        cursor = 0
-        normalised: list[Rows] = []
-        for index, (start, stop) in enumerate(ranges):
-            if stop < start or (start != stop and start != cursor):
-                raise PlacementError(
-                    f"shard {index} holds rows [{start}, {stop}) but the shards before it end at "
-                    f"row {cursor}; give ranges that cover every row once, in order."
-                )
-            cursor = max(cursor, stop) if start != stop else cursor
-            normalised.append((cursor, cursor) if start == stop else (start, stop))
+        # Those of a layout cover every row once by construction, and are not worth writing out.
+        self.ranges = ranges if isinstance(ranges, RowRanges) else _normalised(ranges)
         axes = tuple(axis_order)
-        if not normalised or len(set(axes)) != len(axes) or min(axes, default=0) < 0:
+        if not self.ranges or len(set(axes)) != len(axes) or min(axes, default=0) < 0:
             raise PlacementError(
                 f"a row split needs ranges and distinct, non-negative mesh axes; got "
-                f"{len(normalised)} ranges over axes {axes}."
+                f"{len(self.ranges)} ranges over axes {axes}."
             )
-        self.ranges = tuple(normalised)
         self.axis_order = axes
-        self._hash = hash((RowSplit, self.ranges, self.axis_order))
+        some_rows = (len(self.ranges), self.ranges[-1], self.ranges[len(self.ranges) // 2])
+        self._hash = hash((RowSplit, some_rows, self.axis_order))
 
     @property
     def row_count(self) -> int:
@@ -72,7 +65,9 @@ class RowSplit(Shard):
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RowSplit):
-            return self.ranges == other.ranges and self.axis_order == other.axis_order
+            if self._hash != other._hash or self.axis_order != other.axis_order:
+                return False
+            return self.ranges == other.ranges or tuple(self.ranges) == tuple(other.ranges)
         return type(other) is Shard and other.dim == 0
 
     def __hash__(self) -> int:
@@ -95,6 +90,20 @@ class RowSplit(Shard):
             start, stop = self.ranges[rank]
             return stop - start, start
         _refuse_plain_dtensor(self)
+
+
+def _normalised(ranges: Sequence[Rows]) -> tuple[Rows, ...]:
+    cursor = 0
+    normalised: list[Rows] = []
+    for index, (start, stop) in enumerate(ranges):
+        if stop < start or (start != stop and start != cursor):
+            raise PlacementError(
+                f"shard {index} holds rows [{start}, {stop}) but the shards before it end at "
+                f"row {cursor}; give ranges that cover every row once, in order."
+            )
+        cursor = max(cursor, stop) if start != stop else cursor
+        normalised.append((cursor, cursor) if start == stop else (start, stop))
+    return tuple(normalised)
 
 
 def _refuse_plain_dtensor(split: RowSplit, *args: object, **kwargs: object) -> NoReturn:

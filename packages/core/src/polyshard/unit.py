@@ -72,17 +72,14 @@ class Unit:
 
     # -- weights ------------------------------------------------------------------------------
 
-    def groups_of(self, module: nn.Module) -> tuple[ParameterGroup, ...]:
-        """The groups of the parameters that ``module`` holds directly."""
-        return tuple(
-            group
-            for group in self.groups
-            if any(
-                slot.holder is module._parameters
-                for parameter in group.parameters
-                for slot in parameter.slots
-            )
-        )
+    def groups_by_holder(self) -> dict[int, list[ParameterGroup]]:
+        """The groups of the parameters that a module holds directly, by id of its dict of them."""
+        found: dict[int, dict[ParameterGroup, None]] = {}
+        for group in self.groups:
+            for parameter in group.parameters:
+                for slot in parameter.slots:
+                    found.setdefault(id(slot.holder), {})[group] = None
+        return {holder: list(groups) for holder, groups in found.items()}
 
     def submit_gather(
         self, groups: Sequence[ParameterGroup] | None = None, *, forward: bool
