@@ -39,7 +39,7 @@ FLOORS = """
     row_split sharded_refusals sharded_collectives sharded_checkpoint sharded_memory_ops
     sharded_elementwise sharded_reductions sharded_fallback sharded_ops sharded_tensor
     step_guard parameter
-    accumulated gradients group
+    accumulated gradient_buffers gradients group
     unit
     order backward agreement context
     module hooks

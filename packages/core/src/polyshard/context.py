@@ -248,8 +248,9 @@ class FsdpContext:
         # Recomputation inside the unit looks its parameters up.
         unit.show_full()
         if unit.entered_backward:
-            unit.submit_gather(groups, forward=False)
-            unit.await_gather(groups)
+            released = [group for group in groups if not group.is_ready]
+            unit.submit_gather(released, forward=False)
+            unit.await_gather(released)
             return
         unit.submit_gather(forward=False)
         unit.entered_backward = True

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from .accumulated import AccumulatedGradients, as_contribution
 from .buffer import DBuffer, Spreads
+from .gradient_buffers import GradientBuffers
 from .parameter import ManagedParameter
 from .placements import Partial, Placement, Placements
 from .precision import GroupDtypes
 from .sharded_tensor import ShardedTensor
-from .spi import Communicator, LaneRole, Role, Ticket
+from .spi import Communicator, LaneRole, Ticket
 from .transport import Transport
 
 #: Completed gradients are packed once they hold this part of the group, or the group is complete.
@@ -47,7 +48,7 @@ class GroupGradients:
         grad_divisor: float,
     ) -> None:
         self.label, self.parameters, self.transport = label, parameters, transport
-        self._spreads, self.placements, self.dtypes = spreads, placements, dtypes
+        self.placements, self.dtypes = placements, dtypes
         self.layout, self.grid = layout, grid = spreads.layout, spreads.grid
         self._scale = 1.0 / grad_divisor
         self._numels = [prod(shape) for shape in layout.shapes]
@@ -59,18 +60,20 @@ class GroupGradients:
         self._late_communicators = transport.communicators(self._late_purpose, late) if late else {}
         inner = [axis for axis in axes if axis not in late]
         self._inner_communicators = transport.communicators("reduce", inner) if inner else {}
-        # What nothing was reduced over yet: Flat and Replicate axes average, Partial ones say how.
-        self._unreduced = tuple(
-            placement if isinstance(placement, Partial) else Partial("avg")
-            for placement in placements.gradient
+        self._buffers = GradientBuffers(
+            transport,
+            spreads,
+            placements,
+            dtypes,
+            self._inner_communicators,
+            self._late_communicators,
         )
         self._input: DBuffer | None = None
         self._staged: DBuffer | None = None  # where the backend keeps such buffers
-        self._keeps_inputs = transport.keeps(Role.REDUCE_INPUT)
-        if self._keeps_inputs:
+        if self._buffers.keeps_inputs:
             # Such buffers are allocated in the same order on every rank: not in a backward.
-            self._input = self._new_input() if self._has_inner else None
-            self._staged = self._new_staged() if late else None
+            self._input = self._buffers.input() if self._has_inner else None
+            self._staged = self._buffers.staged() if late else None
         self._input_ticket: Ticket | None = None
 
         self.expected: frozenset[int] = frozenset()
@@ -151,7 +154,7 @@ class GroupGradients:
         """Choose what this contribution is packed into, and make it ready."""
         if self._has_inner:
             if self._input is None:
-                self._input = self._new_input()
+                self._input = self._buffers.input()
             self.release_input()
             self._input.storage.acquire()
             self._target, self._overwrite = self._input, True
@@ -160,7 +163,7 @@ class GroupGradients:
         self._adopt(final)
         self._overwrite = self._accumulator is None
         if self._accumulator is None:
-            self._accumulator = self._new_accumulator()
+            self._accumulator = self._buffers.accumulator()
             self._accumulator.storage.acquire()
         self._target = self._accumulator
 
@@ -170,7 +173,7 @@ class GroupGradients:
             return
         self._adopted = True
         kept = self._accumulated.take(
-            self.expected, final_placements=self.placements.optimizer, zeros=self._zeros
+            self.expected, final_placements=self.placements.optimizer, zeros=self._buffers.zeros
         )
         if kept is None:
             self._used.clear()
@@ -185,7 +188,7 @@ class GroupGradients:
             self._final = kept.buffer
         else:
             gradient = tuple(self.placements.gradient)
-            self._accumulator = as_contribution(kept.buffer, gradient, self._zeros)
+            self._accumulator = as_contribution(kept.buffer, gradient, self._buffers.zeros)
 
     # -- and are reduced ------------------------------------------------------------------------
 
@@ -213,17 +216,10 @@ class GroupGradients:
     def _reduce_inner(self, target: DBuffer, counts: Tensor) -> None:
         """Reduce over all axes but the Partial ones, into what is accumulated."""
         label = f"{self.label}: reduce gradients"
-        if self._has_late:
-            placements, kept = self.placements.gradient, self._accumulator
-        else:
-            placements, kept = self.placements.optimizer, self._final
+        kept = self._accumulator if self._has_late else self._final
         fresh = kept is None
         if kept is None:
-            kept = (
-                self._new_accumulator()
-                if self._has_late
-                else self._allocate(placements, self.dtypes.main_grad, Role.REDUCE_OUTPUT)
-            )
+            kept = self._buffers.accumulator() if self._has_late else self._buffers.final()
             kept.storage.acquire()
         if self._has_late:
             self._accumulator = kept
@@ -245,8 +241,8 @@ class GroupGradients:
         if lane is not transport.reduce_lane:
             lane.wait(transport.reduce_lane.mark())
         source = accumulator
-        if accumulator.dtype != self.dtypes.grad_comm or self._keeps_inputs:
-            staged = self._staged or self._new_staged()
+        if accumulator.dtype != self.dtypes.grad_comm or self._buffers.keeps_inputs:
+            staged = self._staged or self._buffers.staged()
 
             def stage() -> None:
                 staged.storage.acquire()
@@ -254,18 +250,14 @@ class GroupGradients:
 
             lane.submit(stage, label=label)
             source = staged
-        same_split = (
-            accumulator.num_shards == self._spreads.of(self.placements.optimizer).num_shards
-        )
+        final = self._buffers.spread(self.placements.optimizer)
         fresh = kept is None
-        if kept is None and same_split:
+        if kept is None and accumulator.num_shards == final.num_shards:
             # The accumulator becomes the final gradient: reduced in place, or overwritten with
             # what was staged and reduced. The gradients are not held twice.
-            kept = DBuffer.over(self._spreads.of(self.placements.optimizer), accumulator.storage)
+            kept = DBuffer.over(final, accumulator.storage)
         elif kept is None:
-            kept = self._allocate(
-                self.placements.optimizer, self.dtypes.main_grad, Role.REDUCE_OUTPUT
-            )
+            kept = self._buffers.final()
             kept.storage.acquire()
         self._final = kept
         self._submit(
@@ -288,9 +280,7 @@ class GroupGradients:
     ) -> None:
         """Redistribute ``source`` into ``kept``, or add it there."""
         lane = self.transport.lane(purpose)
-        landing = (
-            None if fresh else self._allocate(kept.placements, source.dtype, Role.REDUCE_OUTPUT)
-        )
+        landing = None if fresh else self._buffers.landing(kept, source.dtype)
         accumulate, release = self.transport.backend.ops.accumulate, self.transport.release
         settled = source is not self._accumulator  # which stays as it is until the pass has ended
 
@@ -388,30 +378,3 @@ class GroupGradients:
             self.transport.reduce_lane.submit(add, label=f"{self.label}: use counts")
         else:
             add()
-
-    def _zeros(self, placements: Sequence[Placement]) -> DBuffer:
-        buffer = self._allocate(placements, self.dtypes.main_grad, Role.REDUCE_OUTPUT)
-        buffer.storage.acquire()
-        buffer.flat.zero_()
-        return buffer
-
-    def _new_input(self) -> DBuffer:
-        return self._allocate(self._unreduced, self.dtypes.grad_comm, Role.REDUCE_INPUT)
-
-    def _new_staged(self) -> DBuffer:
-        return self._allocate(self.placements.gradient, self.dtypes.grad_comm, Role.REDUCE_INPUT)
-
-    def _new_accumulator(self) -> DBuffer:
-        """It becomes ``.grad``; what is to outlive that is reduced from a copy."""
-        roles = [] if self._keeps_inputs else [Role.REDUCE_INPUT]
-        roles.insert(0 if self._has_inner else len(roles), Role.REDUCE_OUTPUT)
-        return self._allocate(self.placements.gradient, self.dtypes.main_grad, *roles)
-
-    def _allocate(
-        self, placements: Sequence[Placement], dtype: torch.dtype, *roles: Role
-    ) -> DBuffer:
-        spread = self._spreads.of(placements)
-        communicators = [*self._inner_communicators.values(), *self._late_communicators.values()]
-        uses = dict.fromkeys(roles, communicators)
-        storage = self.transport.allocate(uses, spread.numel, dtype)
-        return DBuffer.over(spread, storage)

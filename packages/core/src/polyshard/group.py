@@ -125,7 +125,7 @@ class ParameterGroup:
                 requires_grad = parameter.full.requires_grad
                 shown = nn.Parameter(sharded, requires_grad=requires_grad)
                 parameter.sharded = cast(ShardedTensor, shown)
-                _copy_attributes(parameter.full, parameter.sharded)
+                parameter.copy_attributes()
                 parameter.view(views[index])
                 if self.dtypes.main_grad != self.dtypes.main:
                     parameter.sharded.grad_dtype = self.dtypes.main_grad
@@ -214,6 +214,11 @@ class ParameterGroup:
         """Elements that a gather allocates; 0 where the full parameters are always there."""
         numel = self.full.flat.numel() if self.full is not self.model else 0
         return numel + (self.model.flat.numel() if self.model is not self.main else 0)
+
+    @property
+    def is_ready(self) -> bool:
+        """The full parameters are there, and compute has waited for them."""
+        return self.full is self.main or self.residence is Residence.READY
 
     def epochs(self) -> list[int]:
         """How often each main weight was written."""
@@ -397,9 +402,3 @@ class _GradReady:
         if group is not None:
             assert group.on_grad is not None
             group.on_grad(group, self._index, parameter)
-
-
-def _copy_attributes(source: Tensor, target: Tensor) -> None:
-    for name, value in vars(source).items():
-        if not name.startswith("_polyshard"):
-            setattr(target, name, value)

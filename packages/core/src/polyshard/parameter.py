@@ -84,6 +84,12 @@ class ManagedParameter:
             )
             self.full = nn.Parameter(distributed, requires_grad=self.full.requires_grad)
 
+    def copy_attributes(self) -> None:
+        """Give the sharded parameter what users have set on theirs."""
+        for name, value in vars(self.full).items():
+            if not name.startswith("_polyshard"):
+                setattr(self.sharded, name, value)
+
     def local_grad(self, grad: Tensor) -> Tensor:
         """A gradient of the full parameter as it lies; what is pending on other axes is summed."""
         if not isinstance(grad, DTensor):
