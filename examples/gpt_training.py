@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from polyshard import FsdpModule, Placements, fully_shard
-
-if TYPE_CHECKING:
-    from polyshard.transport import Transport
 
 TORCH_DDP = "torch-ddp"
 TWO_AXES = ("hsdp", "hfsdp")
@@ -74,14 +71,12 @@ class Sharded:
     @property
     def transport(self) -> str:
         """What carries the traffic, for people to read."""
-        return ", ".join(transport.backend.name for transport in self._transports())
+        transports = cast(FsdpModule, self.module).fsdp_context.transports()
+        return ", ".join(transport.backend.name for transport in transports)
 
     def sent_bytes(self) -> int:
         """What this rank had to send so far, over all units and purposes."""
-        return sum(transport.traffic().total_bytes for transport in self._transports())
-
-    def _transports(self) -> list[Transport]:
-        return cast(FsdpModule, self.module).fsdp_context.transports()
+        return cast(FsdpModule, self.module).fsdp_context.traffic().total_bytes
 
 
 class PlainDDP:

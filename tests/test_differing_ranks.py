@@ -99,9 +99,6 @@ def object_alone(rank: int, what: str) -> Refusal:
             return on(nn.Linear(3, 2, device="meta" if alone else "cpu"))
         if what == "backend":
             return on(hooked_linear(), backend="glue" if alone else None)
-        if what == "strategy":
-            placements = Placements.zero1("dp") if alone else Placements.zero3("dp")
-            return on(hooked_linear(), placements=placements)
         if what == "argument":
             return on(hooked_linear(), schedule_policy=3 if alone else None)
         assert what == "crash"
@@ -120,7 +117,6 @@ class UnaskableGloo(GlooBackend):
 OBJECTIONS = {
     "meta": ("UnsupportedError", "'weight' of Linear is on meta"),
     "backend": ("BackendError", "No backend named 'glue'"),
-    "strategy": ("UnsupportedError", "zero1 over dp"),
     "argument": ("ValueError", "schedule_policy"),
     "crash": ("BackendError", "no such thing"),
 }

@@ -22,7 +22,9 @@ EVERY_WAY = [
 SOME_WAYS = [(1, False, True), (3, True, False), (3, False, True)]
 
 CASES = [
-    pytest.param(strategy, shape, Training(10, *way, bf16=bf16), id=f"{strategy}-{shape}-{way}")
+    pytest.param(
+        strategy, shape, Training(10, *way, bf16=bf16, blocks=2), id=f"{strategy}-{shape}-{way}"
+    )
     for strategy, shapes in {
         **dict.fromkeys(("ddp", "zero1", "zero2", "zero3"), ((1,), (2,), (4,))),
         **dict.fromkeys(("hsdp", "hfsdp", "early", "once"), ((2, 1), (1, 2), (2, 2))),
@@ -39,7 +41,7 @@ def _train(
     rank: int, strategy: Strategy, shape: tuple[int, ...], how: Training
 ) -> tuple[list[float], dict[str, Tensor]]:
     mesh = strategy.mesh(shape)
-    model = make_model(torch.bfloat16 if how.bf16 else torch.float32)
+    model = make_model(torch.bfloat16 if how.bf16 else torch.float32, blocks=how.blocks)
     policy = bf16_policy() if how.bf16 else None
     shard(model, mesh, strategy.placements, mixed_precision_policy=policy)
     losses = train_sharded(model, how, rank, mesh.size())

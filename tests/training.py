@@ -100,6 +100,7 @@ class Training:
     set_to_none: bool = True
     bf16: bool = False
     lr: float = 1e-2
+    blocks: int = 3
 
 
 def train_plain(how: Training, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -108,7 +109,7 @@ def train_plain(how: Training, ranks: int) -> tuple[list[float], dict[str, Tenso
     In bf16 the weights that forward sees are rounded from fp32 ones, and each rank's part of the
     batch is a backward of its own, so that gradients are rounded where the ranks round theirs.
     """
-    model = make_model()
+    model = make_model(blocks=how.blocks)
     if how.bf16:
         model = model.bfloat16().float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.lr)

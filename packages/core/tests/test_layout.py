@@ -135,7 +135,6 @@ def check_rules(
         position = end
         end += segment.numel
         for i in segment.tensors:
-            assert layout.segment_of(i) == index
             numel, offset = math.prod(shapes[i]), layout.offset(i)
             if numel == 0:
                 assert segment.offset <= offset <= end
@@ -193,7 +192,6 @@ def test_local_buffers_agree_with_a_simulation_of_every_element(problem: Problem
             local: list[tuple[int, int] | None] = []
             for segment in layout.segments:
                 part = segment.numel // num_shards
-                assert layout.shard_offset(segment.index, num_shards=num_shards) == len(local)
                 start = segment.offset + rank * part
                 local += full[start : start + part]
             assert layout.local_numel(num_shards=num_shards) == len(local)
@@ -532,9 +530,7 @@ def test_questions_about_what_does_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match="tensor 1: the layout has 1 tensors"):
         layout.offset(1)
     with pytest.raises(ValueError, match="tensor -1"):
-        layout.segment_of(-1)
-    with pytest.raises(ValueError, match="segment 1: there are 1 segments"):
-        layout.shard_offset(1)
+        layout.offset(-1)
     with pytest.raises(ValueError, match="num_shards=3: a coarser split"):
         layout.local_numel(num_shards=3)
     with pytest.raises(ValueError, match="num_shards=8: a coarser split"):

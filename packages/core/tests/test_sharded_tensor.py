@@ -412,7 +412,7 @@ def test_results_in_autograd_cannot_be_copied(mesh: DeviceMesh) -> None:
 def test_saving_one_ranks_rows_is_refused(mesh: DeviceMesh) -> None:
     """torch.save and pickle name what to use instead."""
     for save in (lambda t: torch.save(t, io.BytesIO()), pickle.dumps):
-        with pytest.raises(UnsupportedError, match="save_checkpoint"):
+        with pytest.raises(UnsupportedError, match="full_state_dict"):
             save(parameter(mesh))
 
 

@@ -111,7 +111,8 @@ class Spread:
         self, layout: GlobalLayout, grid: ShardGrid, placements: Sequence[Placement]
     ) -> None:
         self.layout, self.grid, self.placements = layout, grid, tuple(placements)
-        self.num_shards, self.shard_index = count, index = grid.shard(self.placements)
+        count, index = grid.shard(self.placements)
+        self.num_shards = count
         self.numel = layout.local_numel(num_shards=count)
         self.piece_numels = [segment.numel // count for segment in layout.segments]
         self.rows: list[tuple[int, int]] = []
@@ -167,7 +168,7 @@ class DBuffer:
         assert storage.tensor.numel() == spread.numel
         self.spread, self.storage = spread, storage
         self.layout, self.grid, self.placements = spread.layout, spread.grid, spread.placements
-        self.num_shards, self.shard_index = spread.num_shards, spread.shard_index
+        self.num_shards = spread.num_shards
 
     @property
     def flat(self) -> Tensor:

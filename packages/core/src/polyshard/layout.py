@@ -138,10 +138,6 @@ class GlobalLayout:
         """Return the first element of tensor `i` in the full buffer, 0 for an empty tensor."""
         return self._offsets[self._known(i)]
 
-    def segment_of(self, i: int) -> int:
-        """Return the index of the segment that tensor `i` lies in."""
-        return self._segment_of[self._known(i)]
-
     def local_range(self, rank: int, i: int, *, num_shards: int | None = None) -> tuple[int, int]:
         """Return the rows [start, stop) of tensor `i` that shard `rank` holds.
 
@@ -184,12 +180,6 @@ class GlobalLayout:
         """
         local_offset, _, _ = self._local_part(rank, i, num_shards)
         return local_offset
-
-    def shard_offset(self, segment_index: int, *, num_shards: int | None = None) -> int:
-        """Return where the part of a segment starts in a local buffer; the same on all shards."""
-        if not 0 <= segment_index < len(self.segments):
-            raise ValueError(f"segment {segment_index}: there are {len(self.segments)} segments.")
-        return self.segments[segment_index].offset // self._split(num_shards)
 
     def local_numel(self, *, num_shards: int | None = None) -> int:
         """Return the elements of a local buffer, padding included; the same on all shards."""

@@ -19,9 +19,11 @@ _FIELDS = (
 class MixedPrecisionPolicy:
     """Dtypes of one unit; None follows the parameter's own dtype unless said otherwise.
 
+    float64, complex and integer parameters keep their dtype everywhere.
+
     Args:
-        main_params_dtype: dtype of the weights the optimizer steps. Applies to floating
-            parameters of lower precision only: float64, complex and integers keep theirs.
+        main_params_dtype: dtype of the weights the optimizer steps, where it is more precise than
+            the parameter's.
         main_grads_dtype: dtype gradients are accumulated and stepped in.
         grad_comm_dtype: dtype gradients travel in; None follows ``main_grads_dtype``.
         compute_dtype: dtype of the gathered weights and, with ``cast_forward_inputs``, of the
@@ -50,12 +52,10 @@ class MixedPrecisionPolicy:
 
     def resolve(self, dtype: torch.dtype) -> GroupDtypes:
         """The dtypes of a group of parameters of ``dtype``."""
-        if not dtype.is_floating_point:
+        if not dtype.is_floating_point or dtype == torch.float64:
             return GroupDtypes(dtype, dtype, dtype, dtype)
-        raised = self.main_params_dtype is not None and _wider(self.main_params_dtype, dtype)
-        main = self.main_params_dtype if raised and self.main_params_dtype else dtype
-        if dtype == torch.float64:
-            return GroupDtypes(main, dtype, dtype, dtype)
+        wanted = self.main_params_dtype
+        main = wanted if wanted is not None and _wider(wanted, dtype) else dtype
         compute = self.compute_dtype or dtype
         main_grad = self.main_grads_dtype or dtype
         return GroupDtypes(main, compute, main_grad, self.grad_comm_dtype or main_grad)

@@ -78,7 +78,10 @@ def _first_difference(subject: str, described: dict[int, list[str]]) -> str:
         line = longer[min(len(expected), len(found))]
         owner = first if longer is expected else second
         other = second if owner == first else first
-        return f"{subject}: rank {owner} has {line}, rank {other} does not; build one model on all."
+        return (
+            f"{subject}: rank {owner} has {line}, rank {other} does not; every rank must build "
+            "the same model with the same arguments."
+        )
     return (
         f"{subject}: rank {first} has {ours}, rank {second} has {theirs}; every rank must build "
         "the same model with the same arguments."

@@ -331,7 +331,7 @@ class ShardedTensor(DTensor):
             self,
             "pickling (torch.save, copy.copy)",
             "it would write one rank's rows under the name of the whole",
-            "Use save_checkpoint or torch.distributed.checkpoint, or save a full_state_dict.",
+            "Use torch.distributed.checkpoint, or save polyshard.full_state_dict(module).",
         )
 
     def __tensor_flatten__(self) -> NoReturn:

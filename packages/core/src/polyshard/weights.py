@@ -19,13 +19,18 @@ from .unit import Unit
 
 @contextmanager
 def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True) -> Iterator[None]:
-    """Inside, parameters are the full plain tensors, on every rank.
+    """Inside, parameters are the full plain tensors, on every rank; on axes of other parallelism
+    they stay distributed. Collective: every rank of the units' meshes enters and leaves.
 
     Args:
         module: its units, or with ``recurse=False`` only the unit that it is itself.
         recurse: include the units below it.
         writeback: at the end copy changes into the main weights, each rank its own rows; make the
             same changes on every rank. After an exception nothing is copied.
+
+    Raises:
+        UnsupportedError: a parameter was replaced or removed after ``fully_shard``.
+        BackendError: communication failed.
     """
     units = [
         unit
@@ -62,7 +67,7 @@ def full_state_dict(
 ) -> dict[str, Tensor]:
     """The state dict a single process would have: whole main weights, buffers, every tied name.
 
-    Gathers one unit at a time.
+    Collective: every rank of the units' meshes calls it. Gathers one unit at a time.
 
     Args:
         module: any module; its units need not be all of it.
@@ -71,6 +76,9 @@ def full_state_dict(
 
     Returns:
         Tensors in main precision that share nothing with the model.
+
+    Raises:
+        BackendError: communication failed.
     """
     keep = not rank0_only or dist.get_rank() == 0
     full: dict[int, Tensor] = {}

@@ -25,7 +25,7 @@ LaneRole: TypeAlias = Literal["gather", "reduce", "outer"]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Promises that the conformance kit holds a backend to.
+    """What a backend promises.
 
     Args:
         device_types: the ``torch.device`` types it serves.
