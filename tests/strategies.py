@@ -50,5 +50,7 @@ STRATEGIES = {
     "once": Strategy(_mix("RR", "PF", "FF")),
     # Reduced over every axis in every microbatch, and kept whole on one of them.
     "early": Strategy(_mix("RF", "RF", "FF")),
+    # Reduced over the inner axis in every microbatch, over the outer one at last, then sliced.
+    "sliced": Strategy(_mix("RR", "PR", "FF")),
     "three-axes": Strategy(_mix("RRF", "PFF", "FFF")),
 }

@@ -27,7 +27,7 @@ CASES = [
     )
     for strategy, shapes in {
         **dict.fromkeys(("ddp", "zero1", "zero2", "zero3"), ((1,), (2,), (4,))),
-        **dict.fromkeys(("hsdp", "hfsdp", "early", "once"), ((2, 1), (1, 2), (2, 2))),
+        **dict.fromkeys(("hsdp", "hfsdp", "early", "once", "sliced"), ((2, 1), (1, 2), (2, 2))),
         "three-axes": ((2, 2, 2),),
     }.items()
     for shape in shapes

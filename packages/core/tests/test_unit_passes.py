@@ -325,6 +325,29 @@ class TestCheckpointing:
         assert_same_weights(model, reference)
         assert_at_rest(model)
 
+    @pytest.mark.parametrize("inner", [True, False], ids=["reentrant-inside", "inside"])
+    def test_nested(self, world: OneRank, reshard: bool, reentrant: bool, inner: bool) -> None:
+        """A region that is recomputed may hold another one."""
+
+        class Nested(Block):
+            def forward(self, x: Tensor) -> Tensor:
+                return checkpoint(super().forward, x, use_reentrant=inner)
+
+        class Around(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.block = nn.Linear(4, 6), Nested(6)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return checkpoint(self.block, self.first(x), use_reentrant=reentrant)
+
+        torch.manual_seed(0)
+        model, reference = twins(Around())
+        world.shard(model.block, model, reshard_after_forward=reshard)
+        assert train(model) == pytest.approx(train(reference), rel=1e-5)
+        assert_same_weights(model, reference)
+        assert all(isinstance(shown, ShardedTensor) for shown in model.parameters())
+
     def test_with_microbatches(self, world: OneRank, reshard: bool, reentrant: bool) -> None:
         """Recomputation and accumulation go together."""
         torch.manual_seed(0)

@@ -226,10 +226,11 @@ class DBuffer:
             if step.kind is StepKind.ALL_GATHER:
                 break
             size, coordinate = self.grid.sizes[step.axis], self.grid.coordinates[step.axis]
-            communicator = communicators[step.axis]
             if step.kind is StepKind.SLICE:
                 pieces = narrow(pieces, size, coordinate)
-            elif step.kind is StepKind.ALL_REDUCE:
+                continue
+            communicator = communicators[step.axis]
+            if step.kind is StepKind.ALL_REDUCE:
                 riders = [] if counts is None else [counts]
                 communicator.all_reduce([*pieces, *riders], step.op, label=label)
             else:

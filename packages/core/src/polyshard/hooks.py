@@ -98,7 +98,9 @@ class _Left:
         unit.depth -= 1
         if unit.depth == 0:
             unit.call = None
-            unit.show_sharded()
+            if not unit.recomputing:
+                # After a recomputation backward goes on inside the unit, and may recompute more.
+                unit.show_sharded()
             context_of(unit).leave_forward(unit, recompute=unit.recomputing)
 
 
