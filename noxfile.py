@@ -158,7 +158,7 @@ def build(session: nox.Session) -> None:
     for requirement, backends in (
         ("polyshard", ()),
         ("polyshard[gloo]", ("gloo",)),
-        ("polyshard[nccl,symm-mem,testing]", ("gloo", "nccl", "symm_mem")),
+        ("polyshard[nccl,symm-mem]", ("gloo", "nccl", "symm_mem")),
     ):
         # No index: our packages come from dist, and theirs are there already.
         session.install("--no-index", "--find-links", f"{ROOT}/dist", requirement)

@@ -21,7 +21,7 @@ from polyshard.testing import run_ranks
 
 AXES, KINDS = ("outer", "inner"), {"R": Replicate(), "F": Flat(), "P": Partial()}
 HOW = [
-    Training(steps=3, microbatches=2, scoped=scoped, set_to_none=scoped, blocks=1)
+    Training(steps=3, microbatches=2, scoped=scoped, set_to_none=not scoped, blocks=1)
     for scoped in (True, False)
 ]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from .buffer import DBuffer, narrow
 from .errors import UnsupportedError
 from .parameter import ManagedParameter
-from .placements import Flat, Partial, Placement
+from .placements import Flat, Partial, Placement, Replicate
 from .sharded_tensor import ShardedTensor
 
 Zeros = Callable[[Sequence[Placement]], DBuffer]
@@ -115,7 +115,7 @@ def as_contribution(buffer: DBuffer, gradient: tuple[Placement, ...], zeros: Zer
     """A finished gradient as a contribution: what its later reduction turns into it again.
 
     Args:
-        buffer: a finished gradient; used up where it is as long as the result.
+        buffer: a finished gradient, as it lies or whole; used up where it is as long as the result.
         gradient: placements to return it in, Partial on the axes that are still to be reduced.
     """
     grid, layout, optimizer = buffer.grid, buffer.layout, buffer.placements
@@ -123,11 +123,14 @@ def as_contribution(buffer: DBuffer, gradient: tuple[Placement, ...], zeros: Zer
         contribution = DBuffer(layout, grid, gradient, buffer.storage)
     else:
         contribution = zeros(gradient)
-        pieces = contribution.pieces
-        for axis in grid.split_axes(optimizer):
-            if isinstance(gradient[axis], Partial):
-                pieces = narrow(pieces, grid.sizes[axis], grid.coordinates[axis])
-        for piece, value in zip(pieces, buffer.pieces, strict=True):
+        pieces, values = contribution.pieces, buffer.pieces
+        for axis in grid.order:
+            size, coordinate = grid.sizes[axis], grid.coordinates[axis]
+            if isinstance(optimizer[axis], Flat) and isinstance(gradient[axis], Partial):
+                pieces = narrow(pieces, size, coordinate)
+            elif isinstance(optimizer[axis], Replicate) and isinstance(gradient[axis], Flat):
+                values = narrow(values, size, coordinate)
+        for piece, value in zip(pieces, values, strict=True):
             piece.copy_(value)
     factor = 1.0
     for axis, placement in enumerate(gradient):

@@ -24,7 +24,7 @@ from .accumulated import AccumulatedGradients, as_contribution
 from .buffer import DBuffer, Spreads
 from .gradient_buffers import GradientBuffers
 from .parameter import ManagedParameter
-from .placements import Partial, Placement, Placements
+from .placements import Flat, Partial, Placement, Placements, Replicate
 from .precision import GroupDtypes
 from .sharded_tensor import ShardedTensor
 from .spi import Communicator, LaneRole, Ticket
@@ -56,6 +56,11 @@ class GroupGradients:
         axes = range(len(grid.sizes))
         late = [axis for axis in axes if isinstance(placements.gradient[axis], Partial)]
         self._has_late, self._has_inner = bool(late), len(late) < len(grid.sizes)
+        # Finished gradients are slices of what is kept between microbatches.
+        self._is_sliced = any(
+            isinstance(kept, Replicate) and isinstance(finished, Flat)
+            for kept, finished in zip(placements.gradient, placements.optimizer, strict=True)
+        )
         self._late_purpose: LaneRole = "outer" if self._has_inner else "reduce"
         self._late_communicators = transport.communicators(self._late_purpose, late) if late else {}
         inner = [axis for axis in axes if axis not in late]
@@ -187,8 +192,22 @@ class GroupGradients:
         elif final or not self._has_late:
             self._final = kept.buffer
         else:
-            gradient = tuple(self.placements.gradient)
-            self._accumulator = as_contribution(kept.buffer, gradient, self._buffers.zeros)
+            gradient, finished = tuple(self.placements.gradient), kept.buffer
+            if self._is_sliced:
+                finished = self._gathered(finished)
+            self._accumulator = as_contribution(finished, gradient, self._buffers.zeros)
+
+    def _gathered(self, finished: DBuffer) -> DBuffer:
+        """A finished gradient whole. Collective: only a reduction comes here, at the same point on
+        every rank, for where some axis keeps gradients whole they are reduced in every backward."""
+        whole = self._buffers.zeros((Replicate(),) * len(self.grid.sizes))
+        transport, label = self.transport, f"{self.label}: gradients of before"
+        lane, communicators = transport.reduce_lane, transport.communicators("reduce")
+        lane.wait(transport.mark_compute())
+        gather = partial(finished.redistribute, whole, communicators, label=label)
+        lane.submit(gather, label=label)
+        transport.compute_lane.wait(lane.mark())
+        return whole
 
     # -- and are reduced ------------------------------------------------------------------------
 
