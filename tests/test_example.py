@@ -165,7 +165,10 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found in /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(),
+    reason="the processes that a demo left are found by their environment in /proc, as on Linux",
+)
 @pytest.mark.parametrize(
     ("options", "first_sign", "processes"),
     [

@@ -20,7 +20,10 @@ from polyshard.testing import RankFailure, RankOutcome, RankReport, World, run_r
 from polyshard.testing import world as world_module
 from polyshard.testing.zygote import shared_zygote
 
-linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+linux_only = pytest.mark.skipif(
+    not sys.platform.startswith("linux"),
+    reason="whether a process is gone is looked up in /proc, which only Linux has",
+)
 
 
 # ---- bodies: what ranks run ----

@@ -144,12 +144,12 @@ class TestModules:
         assert picture(model.blocks[1]) == before
         assert isinstance(model.blocks[0], polyshard.FsdpModule)
 
-    def test_another_device(self, mesh: DeviceMesh) -> None:
+    def test_another_device(self) -> None:
         """A parameter on another device than the mesh is refused with both, and the call that
         helps."""
         with pytest.raises(PlacementError, match=r"'w' of M is on cpu, the mesh on cuda:1.*\.to\("):
             polyshard.api._examine_parameter(
-                nn.Parameter(torch.ones(1)), "w", "M", torch.device("cuda", 1), mesh
+                nn.Parameter(torch.ones(1)), "w", "M", torch.device("cuda", 1)
             )
 
 

@@ -17,11 +17,10 @@ from .unit import Unit
 
 
 def agree_on_order(done: Sequence[int], num_units: int, transport: Transport) -> list[int]:
-    """The order in which backward was done with units on the first rank; known to all ranks of the
-    mesh afterwards."""
+    """The order in which backward was done with units on the first rank, each once; known to all
+    ranks of the mesh afterwards."""
     message = torch.full((num_units,), -1, dtype=torch.int64)
-    known = list(dict.fromkeys(done))
-    message[: len(known)] = torch.tensor(known, dtype=torch.int64)
+    message[: len(done)] = torch.tensor(done, dtype=torch.int64)
     message = message.to(transport.device)
     label = "order of reductions"
     # From the first rank along one axis after the other: what arrives is the first rank's.

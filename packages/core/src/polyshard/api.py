@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -91,7 +91,7 @@ def fully_shard(
     try:
         _examine_arguments(precision, policy, grad_divisor, ignored_params)
         chosen = choose_backend(backend, device_type=mesh.device_type, use_symm_mem=use_symm_mem)
-        request = _examine(module, mesh, submesh(mesh, axes), chosen, ignored_params)
+        request = _examine(module, mesh, axes, chosen, ignored_params)
     except Exception as error:  # whatever it is: the other ranks wait to hear of it
         failure = error
     subject = f"fully_shard({type(module).__name__})"
@@ -234,7 +234,7 @@ def _examine_arguments(
 def _examine(
     module: nn.Module,
     mesh: DeviceMesh,
-    dp_mesh: DeviceMesh,
+    axes: Sequence[int],
     backend: CollectiveBackend,
     ignored_params: Collection[nn.Parameter],
 ) -> _Request:
@@ -261,13 +261,15 @@ def _examine(
     if device_type != "cpu":
         device = torch.device(device_type, torch.get_device_module(device_type).current_device())
     for parameter, slots in found:
-        _examine_parameter(parameter, slots[0].path, type(module).__name__, device, dp_mesh)
+        _examine_parameter(parameter, slots[0].path, type(module).__name__, device)
+        if isinstance(parameter, DTensor):
+            _examine_distributed(parameter, slots[0].path, type(module).__name__, mesh, axes)
     parameters = [ManagedParameter(parameter, slots) for parameter, slots in found]
     return _Request(module, backend, device, parameters, _owners(named, found))
 
 
 def _examine_parameter(
-    parameter: nn.Parameter, path: str, module: str, device: torch.device, dp_mesh: DeviceMesh
+    parameter: nn.Parameter, path: str, module: str, device: torch.device
 ) -> None:
     full = getattr(parameter, "_hook_target", None)  # where another unit shows its sharded face
     full = parameter if full is None else full
@@ -283,8 +285,6 @@ def _examine_parameter(
         raise UnsupportedError(
             f"parameter {path!r} of {module} is not initialised; run the lazy module once first."
         )
-    if isinstance(parameter, DTensor):
-        _examine_distributed(parameter, path, module, dp_mesh)
     if parameter.is_meta:
         raise UnsupportedError(
             f"parameter {path!r} of {module} is on meta; sharding before materialising is not "
@@ -302,9 +302,11 @@ def _examine_parameter(
         )
 
 
-def _examine_distributed(parameter: DTensor, path: str, module: str, dp_mesh: DeviceMesh) -> None:
+def _examine_distributed(
+    parameter: DTensor, path: str, module: str, mesh: DeviceMesh, axes: Sequence[int]
+) -> None:
     """A parameter that other parallelism has distributed."""
-    shared = shared_ranks(dp_mesh, parameter.device_mesh)
+    shared = shared_ranks(submesh(mesh, axes), parameter.device_mesh)
     if shared:
         raise PlacementError(
             f"parameter {path!r} of {module} is already distributed over {parameter.device_mesh}, "

@@ -237,7 +237,7 @@ class FsdpContext:
         """
         unit = call.unit
         self.enter_backward(None if call.recomputed else call.forward_pass)
-        is_new = call not in unit.entered_calls
+        is_first, is_new = not unit.entered_backward, call not in unit.entered_calls
         if is_new:
             unit.entered_calls.add(call)
             unit.not_left.add(call)
@@ -247,13 +247,12 @@ class FsdpContext:
             _entered.enter(call, current_graph_task())
         # Recomputation inside the unit looks its parameters up.
         unit.show_full()
-        if unit.entered_backward:
+        if not is_first:
             released = [group for group in groups if not group.is_ready]
             unit.submit_gather(released, forward=False)
             unit.await_gather(released)
             return
         unit.submit_gather(forward=False)
-        unit.entered_backward = True
         policy = unit.schedule
         assert self._backward_order is not None
         ahead = self._backward_order.ahead(

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from .errors import UnsupportedError
 from .sharded_tensor import ShardedTensor
+from .submesh import distributed
 
 
 @dataclass(frozen=True)
@@ -74,15 +75,7 @@ class ManagedParameter:
         elif self.full.dtype == local.dtype:
             self.full._local_tensor = local
         else:
-            distributed = DTensor.from_local(
-                local,
-                self.full.device_mesh,
-                self.other_placements,
-                run_check=False,
-                shape=self.full.shape,
-                stride=self.full.stride(),
-            )
-            self.full = nn.Parameter(distributed, requires_grad=self.full.requires_grad)
+            self.full = nn.Parameter(self._distributed(local), self.full.requires_grad)
 
     def copy_attributes(self) -> None:
         """Give the sharded parameter what users have set on theirs."""
@@ -101,17 +94,11 @@ class ManagedParameter:
     def whole(self, part: Tensor) -> Tensor:
         """The whole of which ``part`` is what the full parameter holds here; collective over the
         axes of other parallelism."""
-        if not isinstance(self.full, DTensor):
-            return part
-        whole: Tensor = DTensor.from_local(
-            part,
-            self.full.device_mesh,
-            self.other_placements,
-            run_check=False,
-            shape=self.full.shape,
-            stride=self.full.stride(),
-        ).full_tensor()
-        return whole
+        return self._distributed(part).full_tensor() if isinstance(self.full, DTensor) else part
+
+    def _distributed(self, local: Tensor) -> DTensor:
+        assert isinstance(self.full, DTensor)
+        return distributed(local, self.full.device_mesh, self.full.placements, self.full.shape)
 
     def show_full(self, unit: str) -> None:
         """Register the full parameter; refuses if someone put another one in its place."""

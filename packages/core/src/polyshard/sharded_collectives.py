@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import Partial, Shard
 
 from .row_split import Geometry
-from .submesh import submesh
+from .submesh import distributed, submesh
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -74,15 +74,9 @@ def gather_rows(local: Tensor, geometry: Geometry) -> Tensor:
     chunked = [axis for axis in geometry.spread_axes if type(geometry.placements[axis]) is Shard]
     if not chunked:
         return part
-    whole: Tensor = DTensor.from_local(
-        part,
-        submesh(geometry.mesh, chunked),
-        [geometry.placements[axis] for axis in chunked],
-        run_check=False,
-        shape=geometry.shape,
-        stride=torch.empty(geometry.shape, device="meta").stride(),
-    ).full_tensor()
-    return whole
+    placements = [geometry.placements[axis] for axis in chunked]
+    mesh = submesh(geometry.mesh, chunked)
+    return distributed(part, mesh, placements, geometry.shape).full_tensor()
 
 
 @torch.no_grad()

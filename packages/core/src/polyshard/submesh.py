@@ -1,4 +1,7 @@
-"""Meshes that are made of axes of other meshes. Knows process groups; no buffers, no modules."""
+"""Meshes that are made of axes of other meshes, and what lies on them under other parallelism.
+
+Knows process groups and PyTorch's DTensor; no buffers, no modules.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 
 def submesh(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:
@@ -55,6 +60,21 @@ def joined(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
         mesh=torch.tensor(ranks),
         mesh_dim_names=tuple(names),
     )
+
+
+def distributed(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    """A DTensor of a contiguous whole of ``shape``, over what this rank holds of it; local."""
+    result: DTensor = DTensor.from_local(
+        local,
+        mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+    return result
 
 
 def shared_ranks(mesh: DeviceMesh, other: DeviceMesh) -> list[int]:

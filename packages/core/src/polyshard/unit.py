@@ -58,7 +58,6 @@ class Unit:
         self.held = 0  # `unsharded` scopes around it
         self.pinned = False  # an output is a view of what was gathered
         self.entered_forward = False  # since gradients were last final
-        self.entered_backward = False  # in the backward that runs
         self.call: Call | None = None  # the latest, if gradients are recorded
         self.entered_calls: set[Call] = set()  # in the backward that runs
         self.not_left: set[Call] = set()  # those of them that it has not left
@@ -173,6 +172,11 @@ class Unit:
     # -- gradients ----------------------------------------------------------------------------
 
     @property
+    def entered_backward(self) -> bool:
+        """The backward that runs has entered a call of the unit."""
+        return bool(self.entered_calls)
+
+    @property
     def trainable(self) -> bool:
         return any(group.gradients.expected for group in self.groups)
 
@@ -201,7 +205,6 @@ class Unit:
     def end_backward(self) -> None:
         """Forget where the backward that ends stood."""
         self.show_sharded()
-        self.entered_backward = False
         self.not_left.clear()
         self.entered_calls.clear()
 
