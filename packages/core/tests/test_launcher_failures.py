@@ -22,7 +22,7 @@ from polyshard.testing.zygote import shared_zygote
 
 linux_only = pytest.mark.skipif(
     not sys.platform.startswith("linux"),
-    reason="whether a process is gone is looked up in /proc, which only Linux has",
+    reason="threads and open files of another process are listed in /proc, which only Linux has",
 )
 
 
