@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -102,16 +103,8 @@ class WatchedGloo(_NotedGloo):
 
         return watched
 
-    def allocate(
-        self,
-        uses: Sequence[Use],
-        numel: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        lifetime: Lifetime,
-    ) -> Buffer:
-        kind = "main" if lifetime is Lifetime.PERSISTENT else KINDS[uses[0].role]
-        return _CountedBuffer(self.ledger, kind, numel, dtype, device, lifetime)
+    def allocate(self, uses: Sequence[Use], *args: Any) -> Buffer:
+        return _CountedBuffer(self.ledger, KINDS[uses[0].role], *args)
 
 
 class RestlessGloo(_NotedGloo):
@@ -135,15 +128,8 @@ class RestlessGloo(_NotedGloo):
 
         return late
 
-    def allocate(
-        self,
-        uses: Sequence[Use],
-        numel: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        lifetime: Lifetime,
-    ) -> Buffer:
-        return _PoisonedBuffer(numel, dtype, device, lifetime)
+    def allocate(self, uses: Sequence[Use], *args: Any) -> Buffer:
+        return _PoisonedBuffer(*args)
 
 
 class _NotedLane(Lane):
@@ -166,17 +152,10 @@ class _NotedLane(Lane):
 
 
 class _CountedBuffer(StorageBuffer):
-    def __init__(
-        self,
-        ledger: Ledger,
-        kind: str,
-        numel: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        lifetime: Lifetime,
-    ) -> None:
-        super().__init__(numel, dtype, device, lifetime)
-        self._ledger, self._kind = ledger, kind
+    def __init__(self, ledger: Ledger, kind: str, *args: Any) -> None:
+        super().__init__(*args)
+        self._ledger = ledger
+        self._kind = "main" if self.lifetime is Lifetime.PERSISTENT else kind
         self._held: Counter[str] = Counter()  # one kind at a time
         self._count()
         weakref.finalize(self, _forget, ledger, self._held).atexit = False

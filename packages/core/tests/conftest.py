@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 from hypothesis import settings
-from one_rank import STRATEGIES, OneRank
+from one_rank import STRATEGIES, OneRank, Pair, make_stack, twins, units_in
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from polyshard.testing.loopback import LoopbackBackend
@@ -41,3 +41,16 @@ def zero3(mesh: DeviceMesh) -> OneRank:
 def ddp(mesh: DeviceMesh) -> OneRank:
     """One rank that keeps everything."""
     return OneRank(mesh, "ddp", LoopbackBackend())
+
+
+@pytest.fixture(params=[True, False], ids=["reshard", "keep"])
+def reshard(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+@pytest.fixture
+def pair(world: OneRank, reshard: bool) -> Pair:
+    """A sharded model and its plain twin."""
+    model, reference = twins(make_stack())
+    world.shard(*units_in(model), reshard_after_forward=reshard)
+    return model, reference

@@ -22,6 +22,7 @@ from polyshard.spi import Buffer, CollectiveBackend, HostLane, LaneFailure
 from polyshard.testing.loopback import LoopbackBackend
 from polyshard.unit import Unit
 
+Pair = tuple[nn.Module, nn.Module]
 STRATEGIES = {"zero3": Placements.zero3("dp"), "ddp": Placements.ddp("dp")}
 
 

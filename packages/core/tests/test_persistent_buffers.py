@@ -3,7 +3,7 @@ peers are done with them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,14 +12,12 @@ import torch
 from one_rank import assert_same_weights, batch, make_stack, train, twins, units_in
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import ProcessGroup
 
 from polyshard import Flat, MixedPrecisionPolicy, Partial, Placements, Replicate, fully_shard
 from polyshard.spi import (
     Buffer,
     Capabilities,
     Communicator,
-    LaneRole,
     Lifetime,
     Op,
     Role,
@@ -89,29 +87,15 @@ class KeepingBackend(LoopbackBackend):
         self.persistent = 0
         self.lent = Lent()
 
-    def communicator(
-        self,
-        group: ProcessGroup,
-        device: torch.device,
-        *,
-        purpose: LaneRole,
-        options: Mapping[str, Any] | None = None,
-    ) -> Communicator:
-        made = super().communicator(group, device, purpose=purpose, options=options)
+    def communicator(self, *args: Any, **kwargs: Any) -> Communicator:
+        made = super().communicator(*args, **kwargs)
         made.__class__ = LendingCommunicator
         made.lent = self.lent  # type: ignore[attr-defined]
         return made
 
-    def allocate(
-        self,
-        uses: Sequence[Use],
-        numel: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        lifetime: Lifetime,
-    ) -> Buffer:
-        self.persistent += lifetime is Lifetime.PERSISTENT
-        buffer = LendingBuffer(numel, dtype, device, lifetime)
+    def allocate(self, uses: Sequence[Use], *args: Any) -> Buffer:
+        buffer = LendingBuffer(*args)
+        self.persistent += buffer.lifetime is Lifetime.PERSISTENT
         buffer.lent = self.lent
         return buffer
 

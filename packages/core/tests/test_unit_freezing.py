@@ -8,6 +8,7 @@ import pytest
 import torch
 from one_rank import (
     OneRank,
+    Pair,
     SpyBackend,
     assert_same_grads,
     assert_same_weights,
@@ -21,21 +22,6 @@ from one_rank import (
     units_in,
 )
 from torch import nn
-
-Pair = tuple[nn.Module, nn.Module]
-
-
-@pytest.fixture(params=[True, False], ids=["reshard", "keep"])
-def reshard(request: pytest.FixtureRequest) -> bool:
-    return request.param
-
-
-@pytest.fixture
-def pair(world: OneRank, reshard: bool) -> Pair:
-    """A sharded model and its plain twin."""
-    model, reference = twins(make_stack())
-    world.shard(*units_in(model), reshard_after_forward=reshard)
-    return model, reference
 
 
 def freeze(modules: Iterable[nn.Module], frozen: bool, *names: str) -> None:

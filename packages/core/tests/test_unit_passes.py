@@ -9,6 +9,7 @@ import torch
 from one_rank import (
     Block,
     OneRank,
+    Pair,
     Stack,
     assert_same_grads,
     assert_same_weights,
@@ -26,21 +27,6 @@ from torch.utils.checkpoint import checkpoint
 
 from polyshard import microbatch
 from polyshard.sharded_tensor import ShardedTensor
-
-Pair = tuple[nn.Module, nn.Module]
-
-
-@pytest.fixture(params=[True, False], ids=["reshard", "keep"])
-def reshard(request: pytest.FixtureRequest) -> bool:
-    return request.param
-
-
-@pytest.fixture
-def pair(world: OneRank, reshard: bool) -> Pair:
-    """A sharded model and its plain twin."""
-    model, reference = twins(make_stack())
-    world.shard(*units_in(model), reshard_after_forward=reshard)
-    return model, reference
 
 
 def loss_of(model: nn.Module, seed: int) -> Tensor:

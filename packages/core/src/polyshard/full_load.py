@@ -6,7 +6,7 @@ copies its rows through the sharded tensor, which counts the write.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -195,13 +195,7 @@ def _groups(transports: Sequence[Transport], whole_job: bool) -> list[ProcessGro
         everyone = dist.group.WORLD
         assert everyone is not None
         return [everyone]
-    return list(_axis_groups(transports))
-
-
-def _axis_groups(transports: Sequence[Transport]) -> Iterator[ProcessGroup]:
-    for transport in transports:
-        for axis in range(transport.dp_mesh.ndim):
-            yield transport.dp_mesh.get_group(axis)
+    return [group for transport in transports for group in transport.dp_mesh.get_all_groups()]
 
 
 def _travel_device(transports: Sequence[Transport], target: Any) -> torch.device:
