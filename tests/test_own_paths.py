@@ -84,6 +84,13 @@ def two_forwards(model: nn.Module, ranks: list[int]) -> None:
     other.backward()
 
 
+def kept_and_new(model: nn.Module, ranks: list[int]) -> None:
+    """One backward goes through a graph that was kept and through one made since."""
+    kept = loss(model, ranks, [0, 1, 2], ALL)
+    kept.backward(retain_graph=True)
+    (kept + loss(model, ranks, [2, 1, 0], LAST_UNUSED)).backward()
+
+
 def a_unit_twice(model: nn.Module, ranks: list[int]) -> None:
     """On rank 0 all gradients of block 1 come with its later call, on rank 1 with its earlier."""
     what = [["always", "both", "always"], ["both", "always", "always"]]
@@ -106,6 +113,7 @@ def many_after_one(model: nn.Module, ranks: list[int]) -> None:
 
 
 SCENARIOS: list[Scenario] = [
+    kept_and_new,
     many_after_one,
     another_order,
     backward_twice,
@@ -241,7 +249,8 @@ def keep_a_gradient(rank: int, strategy: str) -> tuple[Tensor, Tensor, dict[str,
     assert kept is not None
     before = kept.full_tensor()
     model.first.weight.grad = None
-    loss(model, [rank], [0, 1, 2], ALL).backward()
+    loss(model, [rank], [2, 2], [["both", "skip"], ["both", "always"]]).backward()
+    assert not torch.equal(before, model.first.weight.grad.full_tensor())
     return before, kept.full_tensor(), gradients(model)
 
 
@@ -251,7 +260,7 @@ def test_a_gradient_that_was_taken_away_keeps_its_values(strategy: str) -> None:
     plain = make_chain()
     loss(plain, [0, 1], [0, 1, 2], ALL).backward()
     plain.first.weight.grad = None
-    loss(plain, [0, 1], [0, 1, 2], ALL).backward()
+    loss(plain, [0, 1], [2, 2], [["both", "skip"], ["both", "always"]]).backward()
     for before, after, found in run_ranks(RANKS, keep_a_gradient, strategy):
         assert torch.equal(before, after)
         torch.testing.assert_close(found, gradients(plain))

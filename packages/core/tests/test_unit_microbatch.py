@@ -8,6 +8,8 @@ import pytest
 import torch
 from one_rank import (
     OneRank,
+    Pair,
+    SpyBackend,
     assert_same_grads,
     assert_same_weights,
     batch,
@@ -16,11 +18,10 @@ from one_rank import (
     units_in,
 )
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial as TorchPartial
 
 from polyshard import MixedPrecisionPolicy, UnsupportedError, microbatch
-
-Pair = tuple[nn.Module, nn.Module]
 
 
 @pytest.fixture
@@ -251,6 +252,51 @@ class TestTheFlagTravels:
                 loss.backward()
             loss_of(reference, micro).backward()
         assert_same_grads(model, reference)
+
+
+class TestHowOftenUnitsAreReduced:
+    """Where several forwards wait for their backwards."""
+
+    @staticmethod
+    def reductions(backend: SpyBackend) -> list[str]:
+        """The units whose gradients were reduced since this was last asked, in order."""
+        found = [label.partition(" (")[0] for label in backend.labels if "reduce grad" in label]
+        backend.labels.clear()
+        return found
+
+    def test_once_for_all(self, mesh: DeviceMesh) -> None:
+        """One backward over two forwards reduces each unit once; so does the next one."""
+        backend, model = SpyBackend(), make_stack()
+        OneRank(mesh, "zero3", backend).shard(*units_in(model))
+        for _ in range(3):
+            losses = [loss_of(model, seed) for seed in range(2)]
+            self.reductions(backend)
+            sum(losses).backward()
+            assert sorted(self.reductions(backend)) == sorted(
+                ["Stack", *(f"blocks.{index}" for index in range(3))]
+            )
+
+    def test_once_for_each(self, mesh: DeviceMesh) -> None:
+        """A backward for each of two forwards reduces each unit once in each; from the second pair
+        on, while it goes on to the others."""
+        backend, model = SpyBackend(), make_stack()
+        OneRank(mesh, "zero3", backend).shard(*units_in(model))
+        early: list[int] = []
+
+        def look(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+            output.register_hook(
+                lambda _grad: early.append(sum("reduce grad" in each for each in backend.labels))
+            )
+
+        model.first.register_forward_hook(look)
+        for pair in range(3):
+            losses = [loss_of(model, seed) for seed in range(2)]
+            for loss in losses:
+                self.reductions(backend)
+                loss.backward()
+                assert len(self.reductions(backend)) == 4
+            if pair > 0:
+                assert min(early[-2:]) > 0
 
 
 class TestScopes:

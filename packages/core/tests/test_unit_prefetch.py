@@ -161,6 +161,15 @@ class TestChangingOrder:
         assert log == words("root 3 1 *3 0 *1 2 *0 *2")
         assert gathered_bytes(model) == 0
 
+    def test_a_backward_gathers_each_unit_once(self, mesh: DeviceMesh) -> None:
+        """A unit that backward was in already is not gathered ahead again, whatever order came."""
+        model = build(mesh)
+        for order in ([3, 2, 1, 0], [0, 1, 2, 3], [2, 0, 3, 1]):
+            model.order = order
+            _, loss = forward(model)
+            gathers = [word for word in backward(model, loss) if word.startswith("gather")]
+            assert sorted(gathers) == sorted(words("root 0 1 2 3"))
+
     def test_a_skipped_unit(self, mesh: DeviceMesh) -> None:
         """A unit that was gathered ahead and then skipped is let go at the end of the pass."""
         model = build(mesh)

@@ -42,17 +42,6 @@ def agree_on_written(unit: Unit) -> list[bool]:
     return [seen > 0 for seen in message.tolist()]
 
 
-def agree_on_reopened(units: Sequence[Unit], transports: Sequence[Transport]) -> set[int]:
-    """Units that got another gradient after their reduction, on any rank."""
-    reopened = torch.tensor([float(unit.started) for unit in units])
-    label = "gradients after their reduction"
-    for transport in sorted(transports, key=lambda transport: len(transport.ranks)):
-        message = reopened.to(transport.device)
-        _sum_over_ranks(message, transport, label)
-        reopened = message.cpu()
-    return {index for index, seen in enumerate(reopened.tolist()) if seen > 0}
-
-
 def _sum_over_ranks(message: Tensor, transport: Transport, label: str) -> None:
     lane = transport.reduce_lane
     lane.wait(transport.mark_compute())

@@ -134,7 +134,6 @@ class BackwardSession:
     ) -> None:
         self._on_end, self._on_failure, self._on_nested_end = on_end, on_failure, on_nested_end
         self._tasks: list[weakref.ref[_Task]] = []
-        self.nested = False
 
     def enter(self) -> None:
         """Note that the current backward concerns us; cheap when it is already known."""
@@ -142,10 +141,7 @@ class BackwardSession:
         alive = [reference for reference in self._tasks if reference() is not None]
         if any((task := reference()) and task.id == current for reference in alive):
             return
-        if not alive:
-            self.nested = False
         task = _Task(current)
-        self.nested = self.nested or bool(alive)
         self._tasks = [*alive, weakref.ref(task, self._failed)]
 
         def finished() -> None:

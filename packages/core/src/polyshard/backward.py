@@ -25,21 +25,31 @@ class BackwardPass:
 
     def __init__(self, units: Sequence[Unit], order: Sequence[int]) -> None:
         self._units, self._order = units, order
-        self.final = False  # whether a forward that it covers was a last microbatch
-        self.may_reduce_early = True  # before the end, where it is known which units take part
         self.covered: set[ForwardPass] = set()
         #: Units in the order in which backward was done with them; the values say nothing.
         self.done: dict[int, None] = {}
         self.reduced: set[int] = set()
         self._unfinished: set[int] = set()  # reduced before it was known to be final
+        self._unreduced: set[int] = set()  # calls were left since the last reduction
         self._until = 0  # everything before it in the order was reduced or takes no part
         self._in_flight: deque[Unit] = deque()
 
-    def on_done(self, unit: Unit, *, may_reduce: bool) -> None:
-        """No more gradients of ``unit`` come from the calls that backward entered: reduce it, and
-        those that waited for it. At the same point of the program on every rank."""
+    @property
+    def final(self) -> bool:
+        """A forward that it covers was a last microbatch."""
+        return any(forward_pass.is_last for forward_pass in self.covered)
+
+    def on_left(self, unit: Unit, *, is_done: bool, may_reduce: bool) -> None:
+        """Backward has left a call of ``unit``, at the same point of the program on every rank.
+
+        Args:
+            is_done: no other calls of it are known to come: reduce it, and what waited for it.
+        """
+        self._unreduced.add(unit.index)
+        if not is_done:
+            return
         self.done.setdefault(unit.index)
-        if not (may_reduce and self.may_reduce_early):
+        if not may_reduce:
             return
         if unit.index in self.reduced:
             self._reduce(unit)
@@ -56,14 +66,10 @@ class BackwardPass:
         for index in self._order:
             unit = self._units[index]
             known = index in self.reduced and not (self.final and index in self._unfinished)
-            if not known and (_takes_part(unit) or unit.started):
+            # What was used outside of any call, inside `unsharded`, has no other sign.
+            started = index in self._unreduced or unit.started
+            if unit.trainable and (started or (not known and _takes_part(unit))):
                 self._reduce(unit)
-
-    def reduce_again(self, reopened: set[int]) -> None:
-        """Units that got gradients after their reduction, on some rank, open another one."""
-        for index in self._order:
-            if index in reopened:
-                self._reduce(self._units[index])
 
     def collect(self) -> None:
         """Show the gradients. Compute has joined the lanes."""
@@ -73,6 +79,7 @@ class BackwardPass:
 
     def _reduce(self, unit: Unit) -> None:
         self.reduced.add(unit.index)
+        self._unreduced.discard(unit.index)
         if not self.final:
             self._unfinished.add(unit.index)
         unit.reduce(final=self.final)

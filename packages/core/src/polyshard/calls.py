@@ -32,7 +32,6 @@ class ForwardPass:
     """One root forward, as its backward remembers it."""
 
     is_last: bool
-    closed: bool = False  # a backward has covered it, or its window has ended
     open_calls: Counter[int] = field(default_factory=Counter)  # not left yet, by id of the unit
 
 

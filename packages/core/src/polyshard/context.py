@@ -13,7 +13,7 @@ from itertools import count
 import torch
 from torch import nn
 
-from .agreement import agree_on_order, agree_on_reopened
+from .agreement import agree_on_order
 from .autograd import BackwardSession, current_graph_task
 from .backward import BackwardPass
 from .calls import Call, EnteredCalls, ForwardPass
@@ -202,7 +202,7 @@ class FsdpContext:
         task = current_graph_task()
         if self.backward is not None and task == self._task:
             if forward_pass is not None:
-                self._cover(forward_pass)
+                self.backward.covered.add(forward_pass)
             return
         _drop_failed_backward()
         self._task = task
@@ -216,15 +216,6 @@ class FsdpContext:
             forward_pass = forward_pass or self.latest_forward
         _session.enter()
         if forward_pass is not None:
-            self._cover(forward_pass)
-
-    def _cover(self, forward_pass: ForwardPass) -> None:
-        assert self.backward is not None
-        self.backward.final = self.backward.final or forward_pass.is_last
-        if forward_pass.closed:
-            # A graph that was kept: which units its backward enters is known at its end.
-            self.backward.may_reduce_early = False
-        else:
             self.backward.covered.add(forward_pass)
 
     def enter_call(self, call: Call, groups: Sequence[ParameterGroup], moment: int) -> None:
@@ -269,10 +260,8 @@ class FsdpContext:
         unit = call.unit
         more_to_come = any(other.open_calls[id(unit)] for other in self._open_passes)
         unit.leave(call, more_to_come=more_to_come)
-        if unit.not_left or (more_to_come and self._joint):
-            return
-        if not call.recomputed and call.forward_pass.open_calls[id(unit)]:
-            return
+        more_in_pass = not call.recomputed and call.forward_pass.open_calls[id(unit)]
+        is_done = not (unit.not_left or more_in_pass or (more_to_come and self._joint))
         # Roots reduce in the reverse order of their forwards.
         later_open = any(
             other.window_open and other.sequence > self.sequence
@@ -280,7 +269,7 @@ class FsdpContext:
             if other is not self
         )
         assert self.backward is not None
-        self.backward.on_done(unit, may_reduce=not later_open)
+        self.backward.on_left(unit, is_done=is_done, may_reduce=not later_open)
 
     def finish_backward(self) -> None:
         """The outermost backward is over: reduce what is left, show gradients, let go."""
@@ -289,9 +278,6 @@ class FsdpContext:
         try:
             units = self.units
             backward.reduce_rest()
-            if _session.nested:
-                # A reentrant checkpoint can deliver gradients after their unit was reduced.
-                backward.reduce_again(agree_on_reopened(units, self.transports()))
             if self._reduction_order is None:
                 self._reduction_order = self._agree_on_order(list(backward.done))
             self._settle()
@@ -318,8 +304,6 @@ class FsdpContext:
             self._joint = False
         elif len(backward.covered) > 1:
             self._joint = True
-        for covered in self._open_passes if backward.final else backward.covered:
-            covered.closed = True
         self._open_passes = [] if backward.final else waiting
 
     def _agree_on_order(self, done: list[int]) -> tuple[int, ...]:
@@ -339,8 +323,6 @@ class FsdpContext:
                 unit.abandon()
         self.backward = self._root = None
         self.window_open = False
-        for forward_pass in self._open_passes:
-            forward_pass.closed = True
         self._open_passes = []
         for order in (self._forward_order, self._backward_order):
             if order is not None:
@@ -403,5 +385,7 @@ def _drop_failed_backward() -> None:
 
 
 _session = BackwardSession(
-    _finish_active, _drop_failed_backward, lambda task: _leave(_entered.ended(task))
+    on_end=_finish_active,
+    on_failure=_drop_failed_backward,
+    on_nested_end=lambda task: _leave(_entered.ended(task)),
 )
