@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from strategies import STRATEGIES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from polyshard import fully_shard
+from polyshard import FsdpModule, fully_shard, microbatch
 from polyshard.testing import run_ranks
 
 RANKS, WIDTH = 2, 5
@@ -62,6 +63,7 @@ def loss(model: nn.Module, ranks: list[int], order: list[int], what: list[list[s
 
 
 ALL = [["both"] * 3] * RANKS
+ALL_OF_TWO = [["both"] * 2] * RANKS
 LAST_UNUSED = [["both"] * 3, ["both", "both", "always"]]
 
 
@@ -112,7 +114,39 @@ def many_after_one(model: nn.Module, ranks: list[int]) -> None:
         loss(model, ranks, list(range(8)), ways).backward()
 
 
+def scope(model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
+    """A microbatch of a sharded model; nothing for the plain one."""
+    return microbatch(model, is_last) if isinstance(model, FsdpModule) else nullcontext()
+
+
+def added_to_finished(model: nn.Module, ranks: list[int]) -> None:
+    """Finished gradients are added to in a microbatch where one rank does not use them, and zeroed
+    in place."""
+    loss(model, ranks, [0, 1, 2], ALL).backward()
+    with scope(model, False):
+        another = loss(model, ranks, [0, 1, 2], LAST_UNUSED)
+    another.backward()
+    model.zero_grad(set_to_none=False)
+    with scope(model, True):
+        last = loss(model, ranks, [2, 1, 0], LAST_UNUSED)
+    last.backward()
+
+
+def last_comes_first(model: nn.Module, ranks: list[int]) -> None:
+    """The backward of the last microbatch runs before an earlier one's; what that adds is finished
+    with the next step, which does not enter all of its units."""
+    with scope(model, False):
+        earlier = loss(model, ranks, [1], [["both"], ["always"]])
+    with scope(model, True):
+        last = loss(model, ranks, [0, 2], ALL_OF_TWO)
+    last.backward()
+    earlier.backward()
+    loss(model, ranks, [2, 0], ALL_OF_TWO).backward()
+
+
 SCENARIOS: list[Scenario] = [
+    added_to_finished,
+    last_comes_first,
     kept_and_new,
     many_after_one,
     another_order,

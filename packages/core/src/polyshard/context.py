@@ -292,6 +292,10 @@ class FsdpContext:
             unit.end_backward()
             if backward.final:
                 unit.entered_forward = unit.pinned = False
+            elif unit.index in backward.reduced:
+                # What was added to waits for the next final backward, also where the forward was
+                # in a window that another backward has ended.
+                unit.entered_forward = True
             unit.release(copies=backward.final or not self.window_open)
         self.window_open = self.window_open and not backward.final
         self._close_passes(backward)

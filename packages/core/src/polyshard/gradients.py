@@ -184,7 +184,8 @@ class GroupGradients:
             self._used.clear()
             self._counts = None
             return
-        self._used.difference_update(kept.cleared)
+        # What has a gradient is shown again, wherever that lies from now on.
+        self._used = set(self.expected.difference(kept.cleared))
         if self._counts is not None:
             self._counts[list(kept.cleared)] = 0
         if not kept.is_final:
