@@ -9,9 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from one_rank import assert_same_weights, batch, make_stack, train, twins, units_in
+from one_rank import (
+    assert_same_grads,
+    assert_same_weights,
+    batch,
+    make_stack,
+    train,
+    twins,
+    units_in,
+)
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from polyshard import Flat, MixedPrecisionPolicy, Partial, Placements, Replicate, fully_shard
 from polyshard.spi import (
@@ -34,6 +43,7 @@ class Lent:
     """Which memory peers may still read, and what happened to it meanwhile."""
 
     storages: set[int] = field(default_factory=set)
+    results: list[tuple[Tensor, int]] = field(default_factory=list)  # with their versions
     disturbed: list[str] = field(default_factory=list)
 
     def touch(self, tensor: Tensor, what: str) -> None:
@@ -54,6 +64,15 @@ class LendingCommunicator(_LoopbackCommunicator):
     ) -> None:
         super()._reduce_scatter(outputs, inputs, op, label=label)
         self._lend(inputs[:1])  # the last one carries counts, in memory of its own
+        self._hand_over(outputs[-1], label)
+
+    def _all_reduce(self, buffers: Sequence[Tensor], op: Op, *, label: str) -> None:
+        super()._all_reduce(buffers, op, label=label)
+        self._hand_over(buffers[-1], label)
+
+    def _hand_over(self, counts: Tensor, label: str) -> None:
+        if "over outer axes" in label:  # on a lane of its own: no other may write what it writes
+            self.lent.results.append((counts, counts._version))
 
     def settle(self) -> None:
         self.lent.storages.clear()
@@ -149,6 +168,22 @@ def test_training(
         model(batch(3)).sum().backward()
     assert backend.persistent == allocated
     assert backend.lent.disturbed == []
+
+
+@pytest.mark.parametrize("placements", [Placements.hfsdp("outer", "inner"), MIX], ids=str)
+def test_counts_that_went_on_are_left_alone(two_axes: DeviceMesh, placements: Placements) -> None:
+    """A second contribution in one backward does not write the use counts of the first, which the
+    outer lane is still reducing."""
+    model, reference = twins(make_stack())
+    backend = KeepingBackend(frozenset())
+    for module in units_in(model):
+        fully_shard(module, two_axes, placements, backend=backend)
+    for each in (model, reference):
+        recomputed = checkpoint(each, batch(0).requires_grad_(), use_reentrant=True)
+        (recomputed.sum() + each(batch(1)).sum()).backward()
+    assert len(backend.lent.results) > len(units_in(model))
+    assert all(counts._version == version for counts, version in backend.lent.results)
+    assert_same_grads(model, reference)
 
 
 def test_gradients_are_not_kept() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from one_rank import (
     OneRank,
+    Pair,
     assert_same_grads,
     assert_same_weights,
     batch,
@@ -17,9 +18,11 @@ from one_rank import (
     units_in,
 )
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from polyshard import MixedPrecisionPolicy, UnsupportedError
+from polyshard import MixedPrecisionPolicy, Placements, UnsupportedError, fully_shard
 from polyshard.sharded_tensor import ShardedTensor
+from polyshard.testing.loopback import LoopbackBackend
 
 
 def loss_of(model: nn.Module, seed: int) -> Tensor:
@@ -27,14 +30,11 @@ def loss_of(model: nn.Module, seed: int) -> Tensor:
 
 
 @pytest.fixture
-def pair(world: OneRank) -> tuple[nn.Module, nn.Module]:
+def pair(world: OneRank) -> Pair:
     """A sharded model and its plain twin."""
     model, reference = twins(make_stack())
     world.shard(*units_in(model))
     return model, reference
-
-
-Pair = tuple[nn.Module, nn.Module]
 
 
 class TestAccumulation:
@@ -266,3 +266,26 @@ class TestSmallBatchesOfGradients:
         torch.testing.assert_close(
             model[0].weight.grad.full_tensor(), reference[0].weight.grad.to_dense()
         )
+
+
+def test_a_scalars_gradient_is_replaced(mesh: DeviceMesh) -> None:
+    """What stands in for the gradient of a 0-D parameter is taken up where its row is split over an
+    axis of one rank."""
+
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    model, reference = twins(Scaled())
+    two_axes = init_device_mesh("cpu", (1, 1), mesh_dim_names=("outer", "inner"))
+    fully_shard(model, two_axes, Placements.hsdp("outer", "inner"), backend=LoopbackBackend())
+    for each in (model, reference):
+        each(batch(0)).sum().backward()
+        for parameter in each.parameters():
+            parameter.grad = parameter.grad * 0.5
+        each(batch(1)).sum().backward()
+    assert_same_grads(model, reference)

@@ -45,6 +45,11 @@ class AccumulatedGradients:
         """How to show rows of a buffer: a bound method, held weakly to close no cycle."""
         self._show = weakref.WeakMethod(show)
 
+    def _make(self, buffer: DBuffer, index: int, placements: Sequence[Placement]) -> ShardedTensor:
+        make = self._show()
+        assert make is not None
+        return make(buffer.view(index), index, placements)
+
     def take(
         self, expected: Collection[int], *, final_placements: Sequence[Placement], zeros: Zeros
     ) -> Kept | None:
@@ -78,13 +83,13 @@ class AccumulatedGradients:
                 self._shown[index] = None
             kept.view(index).zero_()
         for index, grad in foreign:
-            rows = kept.view(index)
-            if not isinstance(grad, ShardedTensor) or grad.to_local().shape != rows.shape:
+            wanted = self._make(kept, index, kept.placements)
+            if not isinstance(grad, ShardedTensor) or grad._geometry is not wanted._geometry:
                 raise UnsupportedError(
-                    f"the .grad given to {self._parameters[index].name!r} does not lie like its "
-                    "weight; give it a ShardedTensor made from the parameter or from its gradient."
+                    f"the .grad given to {self._parameters[index].name!r} does not lie as its "
+                    "gradient does; give it a ShardedTensor made from the parameter or from that."
                 )
-            rows.copy_(grad.to_local())
+            wanted.to_local().copy_(grad.to_local())
         return Kept(kept, is_final, tuple(cleared))
 
     def show(
@@ -102,9 +107,7 @@ class AccumulatedGradients:
             sharded = self._parameters[index].sharded
             if shown is not None and sharded.grad is shown and shown._owner is buffer:
                 continue
-            make = self._show()
-            assert make is not None
-            shown = make(buffer.view(index), index, placements)
+            shown = self._make(buffer, index, placements)
             shown._owner = buffer
             sharded.grad = shown
             self._shown[index] = weakref.ref(shown)

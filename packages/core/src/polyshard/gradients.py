@@ -93,7 +93,8 @@ class GroupGradients:
         self._final: DBuffer | None = None  # likewise
         self._adopted = False  # whether this backward has looked at .grad already
         self._used: set[int] = set()  # parameters that this rank used since gradients were cleared
-        self._counts: Tensor | None = None  # how many ranks used each, once reduced
+        self._counts: Tensor | None = None  # how many ranks used each, of what is accumulated
+        self._late_counts: list[Tensor] = []  # likewise, of what went on over the Partial axes
         # Buffers that compute made and lanes still read: dropped only once compute joined them.
         self._in_flight: list[DBuffer] = []
 
@@ -256,6 +257,9 @@ class GroupGradients:
         accumulator, kept, counts = self._accumulator, self._final, self._counts
         assert accumulator is not None
         assert counts is not None
+        # Another contribution in this backward counts anew: the late lane writes these.
+        self._counts = None
+        self._late_counts.append(counts)
         transport = self.transport
         lane = transport.lane(self._late_purpose)
         if lane is not transport.reduce_lane:
@@ -331,9 +335,12 @@ class GroupGradients:
         is_final = kept is self._final
         used = set(self._used)
         missed = self.expected - used
-        if missed and self._counts is not None and (is_final or self._has_inner):
-            counts = self._counts.real if self._counts.is_complex() else self._counts
-            seen = counts.tolist()
+        reduced = list(self._late_counts)
+        if self._counts is not None and self._has_inner:
+            reduced.append(self._counts)
+        if missed and reduced:
+            counts = torch.stack(reduced).sum(0)
+            seen = (counts.real if counts.is_complex() else counts).tolist()
             used.update(index for index in missed if seen[index] > 0)
         if kept is not None:
             placements = self.placements.optimizer if is_final else self.placements.gradient
@@ -344,6 +351,7 @@ class GroupGradients:
     def _close(self, final: bool) -> None:
         self._accumulator = self._final = None
         self._in_flight.clear()
+        self._late_counts.clear()
         self._adopted = False
         if final:
             self._used.clear()
