@@ -29,6 +29,7 @@ def agree_on_order(done: Sequence[int], num_units: int, transport: Transport) ->
     lane.wait(transport.mark_compute())
     for communicator in reversed(list(communicators.values())):
         lane.submit(partial(communicator.broadcast, [message], 0, label=label), label=label)
+        lane.submit(communicator.settle, label=label)
     transport.compute_lane.wait(lane.mark())
     return [index for index in message.tolist() if index >= 0]
 
@@ -48,4 +49,5 @@ def _sum_over_ranks(message: Tensor, transport: Transport, label: str) -> None:
     for communicator in transport.communicators("reduce").values():
         reduce = partial(communicator.all_reduce, [message], Op.SUM, label=label)
         lane.submit(reduce, label=label)
+        lane.submit(communicator.settle, label=label)
     transport.compute_lane.wait(lane.mark())

@@ -206,7 +206,7 @@ class DBuffer:
         *,
         label: str,
         counts: Tensor | None = None,
-    ) -> None:
+    ) -> list[Tensor]:
         """Move this buffer's value into ``target``; runs inside submitted work.
 
         Reductions and slices narrow in place, so a source that is Partial is used up. A cast, where
@@ -218,7 +218,11 @@ class DBuffer:
             label: for errors.
             counts: one number per tensor, of this buffer's dtype, reduced alongside in the same
                 launches.
+
+        Returns:
+            Tensors made here that peers may read until the communicators were settled.
         """
+        lent: list[Tensor] = []
         steps = plan_steps(self.placements, target.placements, self.grid.order)
         pieces: Sequence[Tensor] = self.pieces
         last_scatter = _last(steps, StepKind.REDUCE_SCATTER) if self.dtype == target.dtype else -1
@@ -241,11 +245,13 @@ class DBuffer:
                     communicator.reduce_scatter(outputs, pieces, step.op, label=label)
                 else:
                     # Every rank wants the sum of the counts: each slot carries all of them.
+                    lent.append(counts.repeat(size))
                     communicator.reduce_scatter(
-                        [*outputs, counts], [*pieces, counts.repeat(size)], step.op, label=label
+                        [*outputs, counts], [*pieces, lent[-1]], step.op, label=label
                     )
                 pieces = outputs
         self._gather(pieces, steps, target, communicators, label)
+        return lent
 
     def _gather(
         self,

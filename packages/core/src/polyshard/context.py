@@ -337,6 +337,8 @@ class FsdpContext:
         for transport in self.transports():
             transport.settle()
             transport.join()
+        for unit in self.units:
+            unit.joined()
 
 
 #: Which context a unit runs under. Here, not in the unit: a unit knows nothing above itself.

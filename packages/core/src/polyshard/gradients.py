@@ -95,8 +95,8 @@ class GroupGradients:
         self._used: set[int] = set()  # parameters that this rank used since gradients were cleared
         self._counts: Tensor | None = None  # how many ranks used each, of what is accumulated
         self._late_counts: list[Tensor] = []  # likewise, of what went on over the Partial axes
-        # Buffers that compute made and lanes still read: dropped only once compute joined them.
-        self._in_flight: list[DBuffer] = []
+        # What compute made and lanes still use: dropped only once compute joined them.
+        self._in_flight: list[DBuffer | Tensor] = []
 
     def install(self, show: Callable[[Tensor, int, Sequence[Placement]], ShardedTensor]) -> None:
         """How to show rows of a buffer as a sharded tensor: a bound method."""
@@ -206,7 +206,12 @@ class GroupGradients:
         transport, label = self.transport, f"{self.label}: gradients of before"
         lane, communicators = transport.reduce_lane, transport.communicators("reduce")
         lane.wait(transport.mark_compute())
-        gather = partial(finished.redistribute, whole, communicators, label=label)
+
+        def gather() -> None:
+            finished.redistribute(whole, communicators, label=label)
+            for communicator in communicators.values():
+                communicator.settle()
+
         lane.submit(gather, label=label)
         transport.compute_lane.wait(lane.mark())
         return whole
@@ -225,8 +230,6 @@ class GroupGradients:
             self._adopt(final)
             counts = self._count()
         self._target, self._arrived = None, set()
-        transport = self.transport
-        transport.reduce_lane.wait(transport.mark_compute())
         if self._has_inner:
             self._reduce_inner(target, counts)
         else:
@@ -247,6 +250,7 @@ class GroupGradients:
         else:
             self._final = kept
         lane = self.transport.reduce_lane
+        lane.wait(self.transport.mark_compute())
         self._submit(target, kept, self._inner_communicators, "reduce", fresh, label, counts)
         self._add_counts(counts, reduced=True)
         self._input_ticket = lane.mark()
@@ -260,8 +264,19 @@ class GroupGradients:
         # Another contribution in this backward counts anew: the late lane writes these.
         self._counts = None
         self._late_counts.append(counts)
+        final = self._buffers.spread(self.placements.optimizer)
+        fresh = kept is None
+        if kept is None and accumulator.num_shards == final.num_shards:
+            # The accumulator becomes the final gradient: reduced in place, or overwritten with
+            # what was staged and reduced. The gradients are not held twice.
+            kept = DBuffer.over(final, accumulator.storage)
+        elif kept is None:
+            kept = self._buffers.final()
+            kept.storage.acquire()
+        self._final = kept
         transport = self.transport
         lane = transport.lane(self._late_purpose)
+        lane.wait(transport.mark_compute())
         if lane is not transport.reduce_lane:
             lane.wait(transport.reduce_lane.mark())
         source = accumulator
@@ -274,16 +289,6 @@ class GroupGradients:
 
             lane.submit(stage, label=label)
             source = staged
-        final = self._buffers.spread(self.placements.optimizer)
-        fresh = kept is None
-        if kept is None and accumulator.num_shards == final.num_shards:
-            # The accumulator becomes the final gradient: reduced in place, or overwritten with
-            # what was staged and reduced. The gradients are not held twice.
-            kept = DBuffer.over(final, accumulator.storage)
-        elif kept is None:
-            kept = self._buffers.final()
-            kept.storage.acquire()
-        self._final = kept
         self._submit(
             source, kept, self._late_communicators, self._late_purpose, fresh, label, counts
         )
@@ -306,19 +311,18 @@ class GroupGradients:
         lane = self.transport.lane(purpose)
         landing = None if fresh else self._buffers.landing(kept, source.dtype)
         accumulate, release = self.transport.backend.ops.accumulate, self.transport.release
-        settled = source is not self._accumulator  # which stays as it is until the pass has ended
 
         def move() -> None:
-            if landing is None:
-                source.redistribute(kept, communicators, label=label, counts=counts)
-            else:
+            if landing is not None:
                 landing.storage.acquire()
-                source.redistribute(landing, communicators, label=label, counts=counts)
+            target = landing or kept
+            lent = source.redistribute(target, communicators, label=label, counts=counts)
+            for communicator in communicators.values():
+                communicator.settle()
+            del lent
+            if landing is not None:
                 accumulate(kept.flat, landing.flat, 1.0)
                 release(landing.storage)
-            if settled:
-                for communicator in communicators.values():
-                    communicator.settle()
 
         lane.submit(move, label=label)
 
@@ -389,9 +393,13 @@ class GroupGradients:
                 target.view(index).zero_()
 
     def _count(self) -> Tensor:
-        counts = [1.0 if index in self._arrived else 0.0 for index in range(len(self.parameters))]
         self._used |= self._arrived
-        return torch.tensor(counts, dtype=self.dtypes.grad_comm, device=self.transport.device)
+        number, dtype = len(self.parameters), self.dtypes.grad_comm
+        # Nothing here comes from the host: a graph that is captured could not hold the copy.
+        counts = torch.ones(number, dtype=dtype, device=self.transport.device)
+        for index in set(range(number)) - self._arrived:
+            counts[index].zero_()
+        return counts
 
     def _add_counts(self, counts: Tensor, *, reduced: bool = False) -> None:
         if self._counts is None:
@@ -403,6 +411,7 @@ class GroupGradients:
             previous.add_(counts)
 
         if reduced:
+            self._in_flight.append(counts)
             self.transport.reduce_lane.submit(add, label=f"{self.label}: use counts")
         else:
             add()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from functools import partial
 from typing import cast
 
@@ -28,22 +27,11 @@ from .parameter import ManagedParameter
 from .placements import Flat, Partial, Placement, Placements, Replicate
 from .precision import GroupDtypes
 from .row_split import RowSplit
+from .schedule import Residence
 from .sharded_tensor import ShardedTensor
 from .spi import Role, Ticket
 from .step_guard import guard_steps
 from .transport import Transport
-
-
-class Residence(Enum):
-    """Where the full parameters are; the arrows are the only legal moves.
-
-    RELEASED -> GATHERING (a gather was submitted) -> READY (compute waited for it) -> RELEASED;
-    GATHERING -> RELEASED (prefetched, then not needed).
-    """
-
-    RELEASED = "released"
-    GATHERING = "gathering"
-    READY = "ready"
 
 
 class ParameterGroup:
@@ -98,6 +86,12 @@ class ParameterGroup:
         self.on_grad: Callable[[ParameterGroup, int, Tensor], None] | None = None
         #: Whether gathering needs the other ranks.
         self.is_collective = sharded or placements.parameter != placements.optimizer
+        # Peers read what one gather made as the input of the next, and what was cast in its slot.
+        full_steps = len(grid.split_axes(placements.parameter))
+        model_steps = len(grid.split_axes(placements.optimizer)) - full_steps
+        cast = dtypes.main != dtypes.compute
+        self._lends_full = full_steps > 1
+        self._lends_model = full_steps > 0 or model_steps > (0 if cast else 1)
         self.residence = Residence.RELEASED
         self._whole_main: DBuffer | None = None  # where the backend keeps such buffers
         self._ticket: Ticket | None = None
@@ -205,6 +199,7 @@ class ParameterGroup:
         for axis in replicated:
             broadcast = partial(communicators[axis].broadcast, [self.main.flat], 0, label=label)
             lane.submit(broadcast, label=label)
+            lane.submit(communicators[axis].settle, label=label)
         self.transport.compute_lane.wait(lane.mark())
 
     # -- gathering ----------------------------------------------------------------------------
@@ -268,20 +263,28 @@ class ParameterGroup:
             self.residence = Residence.READY
         self._stamp(self.epochs())
 
+    def joined(self) -> None:
+        """Compute has waited for all lanes: no ticket outlives a pass."""
+        self._ticket = None
+
     def release(self, *, copies: bool = False) -> None:
         """Let go of the full parameters and, at the end of a window, of all copies."""
         if self.residence is Residence.RELEASED and not copies:
             return
-        dropped = []
+        dropped, lent = [], False
         if self.full is not self.model and self.residence is not Residence.RELEASED:
             dropped.append(self.full.storage)
+            lent = self._lends_full
         if copies and self.model is not self.main and self._copied_epochs is not None:
             self._copied_epochs = None
             dropped.append(self.model.storage)
+            lent = lent or self._lends_model
         if dropped:
             lane = self.transport.gather_lane
-            # Compute may still read what was gathered.
+            # Compute may still read what was gathered, and peers what they gathered from it.
             lane.wait(self.transport.mark_compute())
+            for communicator in self._gatherers.values() if lent else ():
+                lane.submit(communicator.settle, label=f"{self.label}: settle")
             for storage in dropped:
                 work = partial(self.transport.release, storage)
                 lane.submit(work, label=f"{self.label}: release")
@@ -349,6 +352,8 @@ class ParameterGroup:
         def gather() -> None:
             target.storage.acquire()
             self.main.redistribute(target, self._gatherers, label=label)
+            for communicator in self._gatherers.values():
+                communicator.settle()
 
         lane = self.transport.gather_lane
         lane.wait(self.transport.mark_compute())

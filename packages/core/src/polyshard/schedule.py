@@ -1,9 +1,22 @@
-"""What to gather ahead and in which order to reduce. Pure: values in, values out."""
+"""What to gather ahead and in which order to reduce, and the states of what is gathered. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
+
+
+class Residence(Enum):
+    """Where the full parameters are; the arrows are the only legal moves.
+
+    RELEASED -> GATHERING (a gather was submitted) -> READY (compute waited for it) -> RELEASED;
+    GATHERING -> RELEASED (prefetched, then not needed).
+    """
+
+    RELEASED = "released"
+    GATHERING = "gathering"
+    READY = "ready"
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,11 @@ class Unit:
         for group in self.groups if groups is None else groups:
             group.await_gather()
 
+    def joined(self) -> None:
+        """Compute has waited for all lanes."""
+        for group in self.groups:
+            group.joined()
+
     def release(self, *, copies: bool = False) -> None:
         """Let go of gathered parameters, unless someone outside still looks at them."""
         if self.held or self.depth or (self.pinned and not copies):

@@ -47,6 +47,10 @@ def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True
                 unit.held += 1
                 entered.append(unit)
                 unit.show_full()
+            # Peers may still gather from what is written from here on.
+            for transport in dict.fromkeys(unit.transport for unit in units):
+                transport.settle()
+                transport.join()
         yield
         if writeback:
             with torch.no_grad():
