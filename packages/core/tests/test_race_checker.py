@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -454,3 +456,14 @@ class TestRanks:
     def test_a_rank_that_fails(self) -> None:
         """The others are told at once."""
         assert all("no more" in message for message in run_ranks(2, one_fails))
+
+
+def test_every_promise_of_the_core_is_checked() -> None:
+    """Each clause of the contract that binds the core is one that the race checker watches."""
+    docs = Path(__file__).parents[3] / "docs"
+    contract = (docs / "contract.md").read_text()
+    promised = re.findall(r"^- \*\*([\d.]+)\*\* \*\*core\*\*", contract, re.MULTILINE)
+    table = [row for row in (docs / "notes" / "races.md").read_text().splitlines() if "|" in row]
+    watched = {clause for row in table for clause in re.findall(r"\d\.\d+", row)}
+    assert promised
+    assert set(promised) <= watched

@@ -1,15 +1,16 @@
 """The core's scheduling has no races: whole training runs under the race checker.
 
 Each seed draws a program (prefetch, recomputation, microbatches, units skipped and repeated, ...)
-that runs under every strategy and policy, and is compared with a plain process.
-POLYSHARD_RACE_SEEDS is how many there are, 50 without it.
+that runs under every policy, and is compared with a plain process. Strategies take turns: a seed
+runs under one of three, or with POLYSHARD_RACE_FULL=1 under all. POLYSHARD_RACE_SEEDS is how many
+seeds there are, 50 without it.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from race_checks import MeshFor, checks, one_rank
@@ -21,7 +22,8 @@ from polyshard.testing import run_ranks
 from polyshard.testing.race import Policy, RaceBackend
 
 SEEDS = range(int(os.environ.get("POLYSHARD_RACE_SEEDS", "50")))
-TIMEOUT = 30.0 + 6.0 * len(SEEDS)
+TURNS = 1 if os.environ.get("POLYSHARD_RACE_FULL") else 3
+TIMEOUT = 60.0 + 10.0 * len(SEEDS)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def mesh() -> Iterator[MeshFor]:
         yield mesh
 
 
-def run_seeds(rank: int, strategy: str, shapes: list[tuple[int, ...]], seeds: range) -> int:
+def run_seeds(rank: int, strategy: str, shapes: list[tuple[int, ...]], seeds: Sequence[int]) -> int:
     """Every program under every policy, on meshes in turn; returns how many runs there were."""
     axes = AXES if len(STRATEGIES[strategy].dp_axes) == 2 else ("dp",)
     meshes = [init_device_mesh("cpu", shape, mesh_dim_names=axes) for shape in shapes]
@@ -41,7 +43,7 @@ def run_seeds(rank: int, strategy: str, shapes: list[tuple[int, ...]], seeds: ra
             try:
                 # Each rank has an order of its own.
                 own = 10 * seed + rank
-                run(program, strategy, policy, mesh=meshes[seed % len(meshes)], seed=own)
+                run(program, strategy, policy, mesh=meshes[seed // TURNS % len(meshes)], seed=own)
             except BaseException as error:
                 error.add_note(f"seed {seed}, policy {policy.value}: {program}")
                 raise
@@ -54,8 +56,9 @@ def run_seeds(rank: int, strategy: str, shapes: list[tuple[int, ...]], seeds: ra
 def test_programs_of_two_ranks(strategy: str) -> None:
     """Drawn programs run right and without a race on two ranks, under every policy."""
     shapes = [(2,)] if len(STRATEGIES[strategy].dp_axes) == 1 else [(2, 1), (1, 2)]
-    ran = run_ranks(2, run_seeds, strategy, shapes, SEEDS, timeout=TIMEOUT)
-    assert ran == [3 * len(SEEDS)] * 2
+    seeds = SEEDS[list(STRATEGIES).index(strategy) % TURNS :: TURNS]
+    ran = run_ranks(2, run_seeds, strategy, shapes, seeds, timeout=TIMEOUT)
+    assert ran == [len(Policy) * len(seeds)] * 2
 
 
 @pytest.mark.parametrize(
@@ -63,9 +66,9 @@ def test_programs_of_two_ranks(strategy: str) -> None:
 )
 def test_programs_of_four_ranks(strategy: str) -> None:
     """Drawn programs on both axes of a mesh of 2 x 2 ranks."""
-    seeds = range(0, len(SEEDS), 25)
-    ran = run_ranks(4, run_seeds, strategy, [(2, 2)], seeds, timeout=200)
-    assert ran == [3 * len(seeds)] * 4
+    seeds = SEEDS[:: 25 * TURNS]
+    ran = run_ranks(4, run_seeds, strategy, [(2, 2)], seeds, timeout=TIMEOUT)
+    assert ran == [len(Policy) * len(seeds)] * 4
 
 
 def test_what_mutants_are_put_to(mesh: MeshFor) -> None:
