@@ -35,7 +35,7 @@ FLOORS = """
     layout_fill layout_search layout
     placements
     spi.ops spi.lanes spi.communicator spi.buffers spi.backend spi
-    backends submesh transport buffer
+    backend_messages backends submesh transport buffer
     row_split sharded_refusals sharded_collectives sharded_checkpoint sharded_memory_ops
     sharded_elementwise sharded_reductions sharded_fallback sharded_ops sharded_tensor
     step_guard parameter
@@ -44,6 +44,7 @@ FLOORS = """
     order backward agreement context
     module hooks
     api weights full_load clipping optimizer
+    cli __main__
 """.split()
 
 #: Names of the public interface; each appears with the work that builds it.

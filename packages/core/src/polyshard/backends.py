@@ -7,29 +7,32 @@ by their registered names, never their packages.
 
 from __future__ import annotations
 
-import difflib
 import os
 import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from typing import TypeAlias
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from .backend_messages import (
+    PREFERRED,
+    describe,
+    distribution_of,
+    install_hint,
+    missing_message,
+    unsuitable_message,
+)
 from .errors import BackendError
 from .spi import SPI_VERSION, Capabilities, CollectiveBackend
 
 _ENTRY_POINT_GROUP = "polyshard.backends"
 _ENVIRONMENT_VARIABLE = "POLYSHARD_BACKEND"
-
-# Which registered name is tried first on a device type; the others follow in order of name.
-_PREFERRED = {"cpu": "gloo", "cuda": "nccl"}
-# Which extra of this package installs the backend of that name: only for hints in errors.
-_EXTRAS = {"gloo": "gloo", "nccl": "nccl", "symm_mem": "symm-mem"}
 
 # Filled with what succeeded only, so that a backend installed after an error is found.
 _instances: dict[str, CollectiveBackend] = {}
@@ -78,6 +81,25 @@ class _Problem:
     is_defect: bool = True
 
 
+#: A backend that was tried before the one chosen, as messages call it, and what was wrong.
+_PassedOver: TypeAlias = tuple[str, _Problem]
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """What ``backend=None`` comes to for one device type.
+
+    Args:
+        device_type: the ``type`` of a ``torch.device``.
+        name: the backend that is taken; None if none can be.
+        reason: why that one; or why none and what to do.
+    """
+
+    device_type: str
+    name: str | None
+    reason: str
+
+
 def choose_backend(
     backend: str | CollectiveBackend | None, *, device_type: str, use_symm_mem: bool = False
 ) -> CollectiveBackend:
@@ -122,7 +144,7 @@ def choose_backend(
         choice = _choices.get((backend, device_type))
         if choice is None:
             if backend is None:
-                choice = _choose_best(device_type)
+                choice = _require_best(device_type)
             else:
                 choice = _choose_named(backend, device_type, source)
             _choices[backend, device_type] = choice
@@ -139,8 +161,30 @@ def available_backends() -> tuple[BackendStatus, ...]:
     return tuple(_status(entry, result) for entries, result in loaded for entry in entries)
 
 
+def explain_choice(device_type: str) -> BackendChoice:
+    """The backend that ``choose_backend(None, device_type=device_type)`` takes, and why that one.
+
+    Imports what it takes to know; what goes wrong becomes a reason, never an exception.
+    """
+    if os.environ.get(_ENVIRONMENT_VARIABLE):
+        try:
+            named = choose_backend(None, device_type=device_type)
+        except BackendError as error:
+            return BackendChoice(device_type, None, str(error))
+        return BackendChoice(device_type, named.name, f"{_ENVIRONMENT_VARIABLE} names it")
+    best, passed_over = _choose_best(device_type)
+    if best is None:
+        hint = install_hint(device_type, _registered())
+        return BackendChoice(device_type, None, hint or "nothing that is installed can serve it")
+    if best.name == PREFERRED.get(device_type):
+        return BackendChoice(device_type, best.name, f"preferred on {device_type}")
+    defects = [f"; {text} {problem.text}" for text, problem in passed_over if problem.is_defect]
+    reason = f"the first in order of name that can serve {device_type}" + "".join(defects)
+    return BackendChoice(device_type, best.name, reason)
+
+
 def _status(entry: metadata.EntryPoint, loaded: CollectiveBackend | _Problem) -> BackendStatus:
-    distribution, version = _distribution(entry)
+    distribution, version = distribution_of(entry)
     if isinstance(loaded, _Problem):
         return BackendStatus(entry.name, distribution, version, None, (), loaded.text)
     device_types = tuple(sorted(loaded.capabilities.device_types))
@@ -153,35 +197,43 @@ def _status(entry: metadata.EntryPoint, loaded: CollectiveBackend | _Problem) ->
 def _choose_named(name: str, device_type: str, source: str) -> CollectiveBackend:
     registered = _registered()
     if name not in registered:
-        raise BackendError(_missing_message(name, registered, source))
+        raise BackendError(missing_message(name, registered, source))
     result = _load_for(registered[name], device_type)
     if isinstance(result, _Problem):
-        message = f"Backend {_describe(registered[name])} {result.text}{source}"
+        message = f"Backend {describe(registered[name])} {result.text}{source}"
         raise BackendError(message) from result.cause
     return result
 
 
-def _choose_best(device_type: str) -> CollectiveBackend:
-    """The first in order of preference that can serve ``device_type``, importing no further."""
-    preferred = _PREFERRED.get(device_type)
+def _choose_best(device_type: str) -> tuple[CollectiveBackend | None, list[_PassedOver]]:
+    """The first in order of preference that can serve ``device_type``, importing no further; and
+    those before it with what stood in their way."""
+    preferred = PREFERRED.get(device_type)
     registered = _registered()
-    passed_over: list[tuple[str, _Problem]] = []
+    passed_over: list[_PassedOver] = []
     for name in sorted(registered, key=lambda name: (name != preferred, name)):
         result = _load_for(registered[name], device_type)
-        if isinstance(result, _Problem):
-            passed_over.append((_describe(registered[name]), result))
-            continue
-        for description, passed in passed_over:
-            if passed.is_defect:
-                # Another transport than the one installed for this device must not go unnoticed.
-                warnings.warn(
-                    f"Using backend {name!r}, because backend {description} {passed.text}",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
-        return result
-    cause = next((problem.cause for _, problem in passed_over if problem.cause), None)
-    raise BackendError(_unsuitable_message(device_type, registered, passed_over)) from cause
+        if not isinstance(result, _Problem):
+            return result, passed_over
+        passed_over.append((describe(registered[name]), result))
+    return None, passed_over
+
+
+def _require_best(device_type: str) -> CollectiveBackend:
+    best, passed_over = _choose_best(device_type)
+    if best is None:
+        cause = next((problem.cause for _, problem in passed_over if problem.cause), None)
+        sentences = [f"{description} {problem.text}" for description, problem in passed_over]
+        raise BackendError(unsuitable_message(device_type, sentences, _registered())) from cause
+    for description, problem in passed_over:
+        if problem.is_defect:
+            # Another transport than the one installed for this device must not go unnoticed.
+            warnings.warn(
+                f"Using backend {best.name!r}, because backend {description} {problem.text}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+    return best
 
 
 def _check_instance(backend: CollectiveBackend, device_type: str) -> CollectiveBackend:
@@ -202,18 +254,6 @@ def _registered() -> dict[str, list[metadata.EntryPoint]]:
     return dict(sorted(registered.items()))
 
 
-def _distribution(entry: metadata.EntryPoint) -> tuple[str, str]:
-    """Name and version of the distribution that registered ``entry``."""
-    assert entry.dist is not None
-    return entry.dist.name, entry.dist.version
-
-
-def _describe(entries: list[metadata.EntryPoint]) -> str:
-    """``'name' (distribution version)`` of one registered name."""
-    owners = sorted(" ".join(_distribution(entry)) for entry in entries)
-    return f"{entries[0].name!r} ({', '.join(owners)})"
-
-
 def _load_for(entries: list[metadata.EntryPoint], device_type: str) -> CollectiveBackend | _Problem:
     """As ``_load``, and it can serve ``device_type`` here."""
     loaded = _load(entries)
@@ -225,9 +265,9 @@ def _load_for(entries: list[metadata.EntryPoint], device_type: str) -> Collectiv
 def _load(entries: list[metadata.EntryPoint]) -> CollectiveBackend | _Problem:
     """The process's one instance of the backend that ``entries``, all of one name, register."""
     entry = entries[0]
-    distribution, _ = _distribution(entry)
+    distribution, _ = distribution_of(entry)
     if len(entries) > 1:
-        owners = " and ".join(sorted(_distribution(entry)[0] for entry in entries))
+        owners = " and ".join(sorted(distribution_of(entry)[0] for entry in entries))
         return _Problem(f"is registered more than once, by {owners}. Uninstall all but one.")
     with _lock:
         if entry.name in _instances:
@@ -263,7 +303,7 @@ def _broken(attempt: str, error: Exception, distribution: str) -> _Problem:
 
 def _requirement_problem(entry: metadata.EntryPoint) -> _Problem | None:
     """Whether the distribution of ``entry`` asks for another version of polyshard than this."""
-    distribution, _ = _distribution(entry)
+    distribution, _ = distribution_of(entry)
     assert entry.dist is not None
     core = _core_version()
     if core is None:
@@ -358,41 +398,3 @@ def _availability_problem(backend: CollectiveBackend, device_type: str) -> _Prob
         return None
     text = f"is unavailable for device type {device_type!r} here: {reason.rstrip('.')}."
     return _Problem(text, is_defect=False)
-
-
-def _missing_message(
-    name: str, registered: Mapping[str, list[metadata.EntryPoint]], source: str
-) -> str:
-    installed = ", ".join(map(_describe, registered.values())) or "none"
-    message = f"No backend named {name!r} is installed.{source} Installed: {installed}."
-    if name in _EXTRAS:
-        return f"{message} Install it: {_install_command(name)}"
-    # Underscores and hyphens are what people confuse, so both the known and the installed count.
-    close = difflib.get_close_matches(name, sorted({*registered, *_EXTRAS}))
-    if not close:
-        return message
-    message += f" Did you mean {' or '.join(map(repr, close))}?"
-    if close[0] not in registered:
-        message += f" Install it: {_install_command(close[0])}"
-    return message
-
-
-def _unsuitable_message(
-    device_type: str,
-    registered: Mapping[str, list[metadata.EntryPoint]],
-    passed_over: list[tuple[str, _Problem]],
-) -> str:
-    lines = [f"No installed backend can serve device type {device_type!r}. Installed:"]
-    lines += [f"  {description} {problem.text}" for description, problem in passed_over]
-    if not passed_over:
-        lines[0] += " none."
-    preferred = _PREFERRED.get(device_type)
-    if preferred is None:
-        lines.append(f"Install a backend that serves {device_type!r}.")
-    elif preferred not in registered:
-        lines.append(f"Install one that does: {_install_command(preferred)}")
-    return "\n".join(lines)
-
-
-def _install_command(name: str) -> str:
-    return f'pip install "polyshard[{_EXTRAS[name]}]"'
