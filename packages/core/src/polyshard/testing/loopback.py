@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError
+from ..errors import BackendError, UnsupportedError
 from ..spi import (
     Buffer,
     BufferOps,
@@ -119,27 +119,37 @@ class LoopbackBackend(CollectiveBackend):
 class _LoopbackCommunicator(Communicator):
     """The only rank's contributions are the results."""
 
+    _closed = False
+
     def settle(self) -> None:
         """Nothing is in flight once a collective returned."""
 
     def close(self) -> None:
-        """It holds nothing."""
+        self._closed = True
 
     def _all_gather(
         self, outputs: Sequence[Tensor], shards: Sequence[Tensor], *, label: str
     ) -> None:
+        self._require_open(label)
         _copy_all(outputs, shards)
 
     def _reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Op, *, label: str
     ) -> None:
+        self._require_open(label)
         _copy_all(outputs, inputs)
 
     def _all_reduce(self, buffers: Sequence[Tensor], op: Op, *, label: str) -> None:
         """The sum and the average over one rank are what it has."""
+        self._require_open(label)
 
     def _broadcast(self, buffers: Sequence[Tensor], source: int, *, label: str) -> None:
         """The only rank is the source."""
+        self._require_open(label)
+
+    def _require_open(self, label: str) -> None:
+        if self._closed:
+            raise BackendError(f"{label}: this communicator was closed.")
 
 
 def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -111,9 +111,18 @@ class World:
                 raise
 
     def run(
-        self, body: Callable[..., T], /, *args: Any, timeout: float = 60.0, **kwargs: Any
+        self,
+        body: Callable[..., T],
+        /,
+        *args: Any,
+        timeout: float = 60.0,
+        grace: float = _GRACE,
+        **kwargs: Any,
     ) -> list[T]:
-        """Like ``run_ranks``, in this world, which is started where it does not run."""
+        """Like ``run_ranks``, in this world, which is started where it does not run.
+
+        ``grace``: seconds that the other ranks get to answer once one failed.
+        """
         if not timeout > 0:
             raise ValueError(f"timeout is {timeout!r}; give a number of seconds above 0")
         name = _name_of(body)
@@ -123,7 +132,7 @@ class World:
             self.start()
             try:
                 self._send(around, payload)
-                answers = self._collect(name, timeout, with_results=True)
+                answers = self._collect(name, timeout, grace, with_results=True)
                 self._send(pickle.dumps(SETTLE))
                 # Fails where the ranks are out of step: some issued a collective, others not.
                 settled = self._collect(f"the barrier after {name}", _SETTLE_TIMEOUT)
@@ -198,7 +207,9 @@ class World:
             except OSError:
                 pass  # it died: its exit is about to be reported
 
-    def _collect(self, name: str, timeout: float, with_results: bool = False) -> list[Any]:
+    def _collect(
+        self, name: str, timeout: float, grace: float = _GRACE, *, with_results: bool = False
+    ) -> list[Any]:
         """Wait for every rank's answer, or its pickled result; by rank. Raises RankFailure."""
         assert self._zygote is not None
         zygote = self._zygote
@@ -220,7 +231,7 @@ class World:
             if len(answers) + len(failures) == self.world_size:
                 break
             if failures:
-                deadline = min(deadline, time.monotonic() + _GRACE)
+                deadline = min(deadline, time.monotonic() + grace)
             ready = wait([*listening, zygote.reports], max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
