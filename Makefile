@@ -7,7 +7,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint types clean
+.PHONY: help demo test lint types plugin clean
 
 # Nothing comes from outside the environments made here.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -18,6 +18,7 @@ help:
 	@echo "make test    all tests"
 	@echo "make lint    style and likely bugs"
 	@echo "make types   type annotations"
+	@echo "make plugin  a backend from outside: installed, held to the contract, trained with"
 	@echo "make clean   delete the environments and what was built"
 	@echo
 	@echo 'ARGS="..." is passed on, e.g. make test ARGS="-k uneven -x"'
@@ -35,6 +36,9 @@ lint: .venv/ready
 types: .venv/ready
 	.venv/bin/nox -s types -- $(ARGS)
 
+plugin: .venv/ready
+	.venv/bin/nox -s plugin
+
 .venv/ready: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "polyshard needs Python 3.11 \
 	or newer and $(PYTHON) is %d.%d; name another: make PYTHON=python3.12 ..." % sys.version_info[:2])'
@@ -44,5 +48,6 @@ types: .venv/ready
 
 clean:
 	rm -rf .venv .nox dist packages/*/build packages/*/src/*.egg-info
+	rm -rf examples/third_party_backend/build examples/third_party_backend/src/*.egg-info
 	rm -rf .mypy_cache .pytest_cache .ruff_cache packages/*/.ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

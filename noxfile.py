@@ -27,6 +27,7 @@ GLOO = "packages/backend_gloo"
 NCCL = "packages/backend_nccl"
 SYMM_MEM = "packages/backend_symm_mem"
 PACKAGES = (CORE, GLOO, NCCL, SYMM_MEM)
+SOCKETS = "examples/third_party_backend"  # no part of the product: what a stranger would write
 RUN_2_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 THIRD_PARTY = (
@@ -103,10 +104,17 @@ def symm_mem(session: nox.Session) -> None:
 
 @layer
 def conformance(session: nox.Session) -> None:
-    """Hold the backends that communicate to the contract; today that is gloo's own tests."""
-    session.warn("There is no conformance suite yet; this runs the gloo backend's own tests.")
+    """Hold the backends that communicate to the contract, each; or, with arguments, run
+    `python -m polyshard.testing` with them, such as `--backend gloo --world-size 3`."""
     prepare(session, CORE, GLOO)
-    test(session, f"{GLOO}/tests")
+    if session.posargs:
+        session.run("python", "-m", "polyshard.testing", *session.posargs)
+        return
+    suites = (
+        f"{CORE}/tests/test_conformance_loopback.py",
+        f"{GLOO}/tests/test_gloo_conformance.py",
+    )
+    session.run("python", "-m", "pytest", *suites)
 
 
 @layer
@@ -165,6 +173,28 @@ def build(session: nox.Session) -> None:
         session.run("python", "-I", str(smoke), "imports", *backends)
     session.run("python", "-m", "pip", "check")
     session.run("python", *RUN_2_RANKS, str(smoke), "train")
+
+
+@nox.session(requires=["third_party"], venv_params=["--without-pip"], reuse_venv=False)
+def plugin(session: nox.Session) -> None:
+    """Install the wheels of the core and of the example of a backend from outside; then hold it to
+    the contract, and train with it by name."""
+    prepare(session)
+    directory = Path(session.create_tmp())
+    for package in (CORE, SOCKETS):
+        options = ("--wheel", "--no-isolation", "--outdir", str(directory / "wheels"))
+        session.run("python", "-m", "build", *options, package)
+    wheels = ("--no-index", "--find-links", str(directory / "wheels"))
+    session.install(*wheels, "polyshard[testing]", "polyshard-sockets")
+    session.chdir(directory)  # So that nothing is imported from the sources.
+    session.run("polyshard", "backends", "--device-type", "cpu")
+    # All of the contract once, on the ranks that see most; the package's own tests ask the same
+    # questions again, so of them it suffices to see that they run.
+    session.run("python", "-m", "polyshard.testing", "--backend", "sockets", "--world-size", "4")
+    tests = ("-c", f"{ROOT}/pyproject.toml", f"{ROOT}/{SOCKETS}/tests", "-k", "zero3")
+    session.run("python", "-m", "pytest", *tests)
+    options = ("--backend", "sockets", "--steps", "3", "--no-compare")
+    session.run("python", *RUN_2_RANKS, f"{ROOT}/examples/train_gpt.py", *options)
 
 
 def prepare(session: nox.Session, *packages: str) -> None:
