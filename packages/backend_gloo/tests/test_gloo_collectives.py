@@ -12,6 +12,7 @@ from torch import Tensor
 
 from polyshard.spi import Communicator, Op
 from polyshard.testing import run_ranks
+from polyshard.testing.conformance.data import added_in_order, values
 from polyshard_gloo import GlooBackend
 
 CPU = torch.device("cpu")
@@ -33,32 +34,6 @@ LISTS = [
 LONG_LISTS = [[2_500_003], [1_300_001, 3, 0, 700_000, 11]]
 
 
-def data(rank: int, lengths: list[int], dtype: torch.dtype, *, seed: int = 0) -> list[Tensor]:
-    """What ``rank`` contributes; every rank can make every rank's."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    tensors = []
-    for numel in lengths:
-        if dtype.is_complex or dtype.is_floating_point:
-            wide = torch.complex64 if dtype.is_complex else torch.float32
-            tensor = torch.randn(numel, generator=generator, dtype=wide)
-        else:
-            tensor = torch.randint(0, 200, (numel,), generator=generator)
-        tensors.append(tensor.to(dtype))
-    return tensors
-
-
-def combined(contributions: list[Tensor], op: Op) -> Tensor:
-    """Added in rank order, half precision in fp32, divided and rounded once."""
-    dtype = contributions[0].dtype
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    total = contributions[0].to(wide)
-    for contribution in contributions[1:]:
-        total = total + contribution.to(wide)
-    if op is Op.AVG:
-        total = total / len(contributions)
-    return total.to(dtype)
-
-
 def assert_bits(got: list[Tensor], expected: list[Tensor]) -> None:
     assert [tensor.dtype for tensor in got] == [tensor.dtype for tensor in expected]
     for tensor, reference in zip(got, expected, strict=True):
@@ -77,13 +52,14 @@ def check_reductions(rank: int, dtypes: list[torch.dtype], lists: list[list[int]
         for op in Op if dtype.is_floating_point or dtype.is_complex else (Op.SUM,):
             for lengths in lists:
                 whole = [n * reduced.size for n in lengths]
-                inputs = [data(other, whole, dtype) for other in ranks]
+                inputs = [values(other, whole, dtype) for other in ranks]
                 sums = [
-                    combined([inputs[other][i] for other in ranks], op) for i in range(len(whole))
+                    added_in_order([inputs[other][i] for other in ranks], op)
+                    for i in range(len(whole))
                 ]
                 slots = [tensor.tensor_split(reduced.size)[rank] for tensor in sums]
                 outputs = [torch.ones(n).to(dtype) for n in lengths]
-                given = data(rank, whole, dtype)
+                given = values(rank, whole, dtype)
                 reduced.reduce_scatter(outputs, given, op, label="scatter")
                 assert_bits(outputs, slots)
                 assert_bits(given, inputs[rank])

@@ -103,9 +103,9 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "mark",
         [
-            pytest.mark.skip,
-            pytest.mark.skipif(True, reason="why"),
-            pytest.mark.xfail(reason="why"),
+            pytest.mark.skip(reason="it has no averages yet"),
+            pytest.mark.skipif(True, reason="its device is not here"),
+            pytest.mark.xfail(reason="it has no averages yet"),
         ],
         ids=["skip", "skipif", "xfail"],
     )

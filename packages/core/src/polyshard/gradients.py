@@ -319,7 +319,7 @@ class GroupGradients:
             lent = source.redistribute(target, communicators, label=label, counts=counts)
             for communicator in communicators.values():
                 communicator.settle()
-            del lent
+            del lent  # peers may have read it until here
             if landing is not None:
                 accumulate(kept.flat, landing.flat, 1.0)
                 release(landing.storage)

@@ -31,7 +31,8 @@ from ..spi import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_REDUCE_DTYPES = frozenset(
+#: What torch adds up on a CPU.
+REDUCE_DTYPES = frozenset(
     {
         torch.float16,
         torch.bfloat16,
@@ -39,6 +40,9 @@ _REDUCE_DTYPES = frozenset(
         torch.float64,
         torch.complex64,
         torch.complex128,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
         torch.int32,
         torch.int64,
     }
@@ -59,7 +63,7 @@ class LoopbackBackend(CollectiveBackend):
     spi = (1, 0)
     capabilities = Capabilities(
         device_types=frozenset({"cpu"}),
-        reduce_dtypes=_REDUCE_DTYPES,
+        reduce_dtypes=REDUCE_DTYPES,
         fp32_accumulation=True,
     )
 
@@ -101,7 +105,7 @@ class LoopbackBackend(CollectiveBackend):
                 "an installed backend such as gloo."
             )
         return _LoopbackCommunicator(
-            group.rank(), group.size(), device, reduce_dtypes=_REDUCE_DTYPES
+            group.rank(), group.size(), device, reduce_dtypes=REDUCE_DTYPES
         )
 
     def allocate(

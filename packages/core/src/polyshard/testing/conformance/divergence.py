@@ -80,8 +80,7 @@ _DIVERGED: dict[str, tuple[Call, Call, str, str]] = {
 def ranks_that_diverge_are_told(launch: Launch) -> None:
     """Where ranks call collectives that differ in label, kind, dtype, lengths, operation or
     source, every rank raises BackendError that says what it and another one were at."""
-    if launch.subject.world_size == 1:
-        return
+    launch.require_peers()
     names = list(_DIVERGED)
     # As many as the backend bears in one process: it may stay failed after the first.
     while names:
@@ -146,8 +145,7 @@ def _diverge(bench: Bench, names: Sequence[str]) -> list[str]:
 def data_of_two_collectives_never_mixes(launch: Launch) -> None:
     """Ranks that call the same collectives in another order raise, or have the right data; no
     data of one collective ends up in another."""
-    if launch.subject.world_size == 1:
-        return
+    launch.require_peers()
     try:
         launch.run(_swap, patience=PATIENCE)
     except RankFailure as failure:

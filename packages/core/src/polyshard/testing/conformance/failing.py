@@ -186,6 +186,7 @@ def _fail_on_one(bench: Bench) -> str:
 def a_rank_that_fails_lets_its_peers_know(launch: Launch) -> None:
     """When work of one rank fails, peers in a collective with it fail at once and not at their
     timeout, naming their own work."""
+    launch.require_peers()
     for report in _reports(launch, _fail_on_one):
         require(
             "blocks.5 gather" in _words(report),
@@ -209,8 +210,7 @@ def _die(bench: Bench, numel: int) -> None:
 def a_rank_that_died_is_an_error(launch: Launch) -> None:
     """When a process ends in the middle, every other rank gets an error within the timeout that
     names the work it was at; or its process ends, with such a message."""
-    if launch.subject.world_size == 1:
-        return
+    launch.require_peers()
     for numel in (3, 400_000):
         for report in _reports(launch, _die, numel):
             if report.rank == launch.subject.world_size - 1:
@@ -257,8 +257,7 @@ def _hears_from(bench: Bench, ranks: Iterable[int], seconds: float) -> bool:
 def a_rank_that_does_not_come_is_an_error(launch: Launch) -> None:
     """When a rank is not at a collective within the timeout of its group, every other rank gets
     an error that names the work, or its process ends with such a message."""
-    if launch.subject.world_size == 1:
-        return
+    launch.require_peers()
     for report in _reports(launch, _stay_away):
         if report.rank != launch.subject.world_size - 1:
             _require_told(report, "blocks.8 gather", "another rank did not come")

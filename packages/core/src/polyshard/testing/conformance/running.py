@@ -45,6 +45,11 @@ class Launch:
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
 
+    def require_peers(self) -> None:
+        """Raise Violation where there is one rank only: of its peers nothing would be shown."""
+        if self.subject.world_size == 1:
+            raise Violation("one rank has no peers, so this cannot be shown; take two or more")
+
     def run(
         self,
         body: Callable[..., Any],

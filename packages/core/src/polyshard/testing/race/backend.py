@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,8 +30,9 @@ from ...spi import (
     StorageBuffer,
     Use,
 )
+from ..loopback import REDUCE_DTYPES
 from .clock import LANES, Event
-from .communicator import REDUCE_DTYPES, RaceCommunicator
+from .communicator import RaceCommunicator
 from .exchange import Exchange
 from .lanes import ComputeLane, Passes, QueueLane
 from .memory import Findings
@@ -148,10 +149,10 @@ class RaceBackend(CollectiveBackend):
                     f"waits for {lane.last_label!r} (clause 8.1)."
                 )
         for communicator in self._open_communicators():
-            for loan in communicator.loans:
+            if communicator.loans:
                 raise self._findings.add(
                     f"nothing settles the {communicator.name} communicator after "
-                    f"{loan.event.label!r} (clause 6.3)."
+                    f"{communicator.loans[0].event.label!r} (clause 6.3)."
                 )
         self._passes.number += 1
         self.raise_if_any()
@@ -161,11 +162,11 @@ class RaceBackend(CollectiveBackend):
         """What happens inside could be captured in a CUDA graph, or raises RaceError: no wait of
         the host, no rendezvous, no ticket from before, nothing kept for life is allocated."""
         self._passes.number += 1  # whatever ticket there is comes from before
-        self._passes.capture_began = self._passes.number
+        self._passes.captured = True
         try:
             yield
         finally:
-            self._passes.capture_began = None
+            self._passes.captured = False
 
     def check_released(self, *, leaves: Collection[Role] = (Role.REDUCE_OUTPUT,)) -> None:
         """Raise RaceError if a buffer holds memory that has none of the roles in ``leaves``."""
@@ -262,12 +263,11 @@ class RaceBackend(CollectiveBackend):
         timeline = self._lanes[LANES[lane]].timeline
         return Event(lane, timeline.clock, "memory of tensors that are gone is used again")
 
-    def _pause(self, until: Any) -> None:
+    def _pause(self, until: Callable[[], bool]) -> None:
         worker = self._scheduler.worker_of_caller()
         assert worker is not None, "a collective outside of submitted work"
         worker.pause(lambda: self._failure.occurred or until())
-        if self._failure.occurred:
-            self._failure.raise_if_any()
+        self._failure.raise_if_any()
 
     def _count(self) -> None:
         held: Counter[frozenset[Role]] = Counter()

@@ -13,26 +13,12 @@ from torch import Tensor
 
 from ...errors import BackendError
 from ...spi import Communicator, Op
+from ..conformance.data import added_in_order
+from ..loopback import REDUCE_DTYPES
 from .clock import Event
 from .exchange import Exchange, as_bytes, as_tensors
 from .memory import Loan
 from .watch import Memories, extent
-
-REDUCE_DTYPES = frozenset(
-    {
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-        torch.complex128,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-    }
-)
 
 
 class RaceCommunicator(Communicator):
@@ -112,7 +98,7 @@ class RaceCommunicator(Communicator):
         with self._paused():
             for index, output in enumerate(outputs):
                 slots = [parts[index].tensor_split(self.size)[self.rank] for parts in received]
-                output.data.copy_(_combined(slots, op))
+                output.data.copy_(added_in_order(slots, op))
 
     def _all_reduce(self, buffers: Sequence[Tensor], op: Op, *, label: str) -> None:
         call = self._describe(f"all_reduce {op.value}", buffers, label)
@@ -122,7 +108,7 @@ class RaceCommunicator(Communicator):
             self._memories.write(buffer, label)
         with self._paused():
             for index, buffer in enumerate(buffers):
-                buffer.data.copy_(_combined([parts[index] for parts in received], op))
+                buffer.data.copy_(added_in_order([parts[index] for parts in received], op))
         for buffer in buffers:
             self._lend(buffer, label)
 
@@ -158,15 +144,3 @@ class RaceCommunicator(Communicator):
         lengths = ", ".join(str(tensor.numel()) for tensor in tensors)
         dtype = tensors[0].dtype if tensors else None
         return f"{label!r}: {kind} of {dtype} [{lengths}]"
-
-
-def _combined(contributions: Sequence[Tensor], op: Op) -> Tensor:
-    """In the order of ranks; half precision in fp32, rounded once."""
-    dtype = contributions[0].dtype
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    total = contributions[0].to(wide)
-    for contribution in contributions[1:]:
-        total = total + contribution.to(wide)
-    if op is Op.AVG:
-        total = total / len(contributions)
-    return total.to(dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...errors import BackendError
-from ...spi import Lane, LaneFailure, Ticket
+from ...spi import HostLane, Lane, LaneFailure, Ticket
 from .clock import LANES, Clock, Event, Timeline
 from .memory import Findings
 from .schedule import Item, Scheduler
@@ -32,12 +32,11 @@ class Passes:
     def __init__(self, findings: Findings) -> None:
         self.findings = findings
         self.number = 0
-        self.capture_began: int | None = None  # number of the ticket that was made last before
-        self.tickets = 0
+        self.captured = False
 
     def refuse_in_capture(self, what: str) -> None:
         """Raises RaceError for what a CUDA graph cannot hold (clause 8.2)."""
-        if self.capture_began is not None:
+        if self.captured:
             raise self.findings.add(f"{what} while a graph is captured (clause 8.2).")
 
 
@@ -93,7 +92,6 @@ class QueueLane(_RaceLane):
         if self._waits:
             # Waits count as submitted: an item that does nothing stands for them.
             self.submit(_nothing, label=self.last_label)
-        self._passes.tickets += 1
         return RaceTicket(
             self.timeline.lane,
             self.timeline.clock,
@@ -121,6 +119,7 @@ class ComputeLane(_RaceLane):
 
     def __init__(self, scheduler: Scheduler, failure: LaneFailure, passes: Passes) -> None:
         super().__init__(0, scheduler, failure, passes)
+        self._caller = HostLane(failure)
         self.timeline.advance("start")
 
     def event(self, label: str) -> Event:
@@ -129,15 +128,13 @@ class ComputeLane(_RaceLane):
 
     def submit(self, work: Callable[[], None], *, label: str) -> None:
         self._refuse_work("submit")
-        if not self._failure.occurred:
-            work()
+        self._caller.submit(work, label=label)
 
     def mark(self) -> Ticket:
         self._failure.raise_if_any()
         clock = self.timeline.clock
         # What compute does from now on is not covered.
         self.timeline.advance("")
-        self._passes.tickets += 1
         return RaceTicket(0, clock, None, self._passes.number, "compute")
 
     def wait(self, ticket: Ticket) -> None:
