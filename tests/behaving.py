@@ -105,12 +105,12 @@ class Side:
             self.note(name, buffer)
 
     @contextmanager
-    def note_error(self, *kinds: type[BaseException]) -> Iterator[None]:
-        """Compare whether the block raises one of ``kinds`` (by default RuntimeError)."""
+    def note_error(self, kind: type[BaseException] = RuntimeError) -> Iterator[None]:
+        """Compare whether the block raises an error of this kind."""
         raised = False
         try:
             yield
-        except kinds or (RuntimeError,):
+        except kind:
             raised = True
         self.notes.append(("raised", raised))
 
