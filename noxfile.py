@@ -139,6 +139,15 @@ def bench(session: nox.Session) -> None:
         session.run("python", script, *options)
 
 
+@layer
+def nightly(session: nox.Session) -> None:
+    """Thousands of random models, sharded and plain, compared after every operation; scripts of
+    those that differ are left in random-models/. Arguments go to tests/random_models.py."""
+    prepare(session, CORE, GLOO)
+    options = session.posargs or ("--cases", "5000")
+    session.run("python", "tests/random_models.py", *options)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style and likely bugs, with ruff; needs no torch."""

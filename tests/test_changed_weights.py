@@ -172,6 +172,7 @@ def sharded_outcome(
     return outcome(model, case)
 
 
+@pytest.mark.behaviour(30)
 @pytest.mark.parametrize(
     ("strategy", "reshard"),
     [("zero3", True), ("zero3", False), ("ddp", True)],

@@ -25,6 +25,8 @@ def differing(rank: int, what: str) -> Request:
         return on(hooked_linear(3, 4 if other else 2))
     if what == "dtype":
         return on(hooked_linear().to(torch.bfloat16 if other else torch.float32))
+    if what == "meta":
+        return on(nn.Linear(3, 2, device="meta" if other else "cpu"))
     if what == "extra parameter":
         return on(hooked_linear(bias=other))
     module = hooked_linear()
@@ -59,6 +61,7 @@ DIFFERENCES = {
         "'weight' of shape (2, 3), torch.float32",
         "'weight' of shape (2, 3), torch.bfloat16",
     ),
+    "meta": ("requires_grad=True", "requires_grad=True, on meta"),
     "extra parameter": ("has parameter 'bias' of shape (2,)", "does not"),
     "name": ("parameter 'bias'", "parameter 'offset'"),
     "requires_grad": ("requires_grad=True", "requires_grad=False"),
@@ -95,8 +98,8 @@ def object_alone(rank: int, what: str) -> Refusal:
     alone = rank == dist.get_world_size() - 1
 
     def make(rank: int) -> Request:
-        if what == "meta":
-            return on(nn.Linear(3, 2, device="meta" if alone else "cpu"))
+        if what == "lazy":
+            return on(nn.LazyLinear(2) if alone else nn.Linear(3, 2))
         if what == "backend":
             return on(hooked_linear(), backend="glue" if alone else None)
         if what == "argument":
@@ -115,14 +118,14 @@ class UnaskableGloo(GlooBackend):
 
 
 OBJECTIONS = {
-    "meta": ("UnsupportedError", "'weight' of Linear is on meta"),
+    "lazy": ("UnsupportedError", "'weight' of LazyLinear is not initialised"),
     "backend": ("BackendError", "No backend named 'glue'"),
     "argument": ("ValueError", "schedule_policy"),
     "crash": ("BackendError", "no such thing"),
 }
 
 
-@pytest.mark.parametrize(("ranks", "what"), [(2, what) for what in OBJECTIONS] + [(4, "meta")])
+@pytest.mark.parametrize(("ranks", "what"), [(2, what) for what in OBJECTIONS] + [(4, "lazy")])
 def test_one_rank_objects(ranks: int, what: str) -> None:
     """The rank that objects gets its own error, all others one that names it and repeats why."""
     *others, objector = run_ranks(ranks, object_alone, what)

@@ -118,6 +118,7 @@ INTERRUPTIONS = [
 ]
 
 
+@pytest.mark.behaviour(19)
 @pytest.mark.parametrize(
     ("strategy", "prefetch", "reshard"),
     [("zero3", 1, True), ("zero3", 3, False), ("ddp", 1, True)],
@@ -164,6 +165,7 @@ def backward_after_another_forward_failed(
     }
 
 
+@pytest.mark.behaviour(14, 19)
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 def test_a_failed_forward_leaves_an_open_one_alone(strategy: str) -> None:
     """A forward that raises between another forward and its backward changes no gradient."""

@@ -132,9 +132,6 @@ def lazy(rank: int) -> Request:
     return on(nn.LazyLinear(2))
 
 
-def on_meta(rank: int) -> Request:
-    return on(nn.Linear(3, 2, device="meta"))
-
 
 def with_tensor_parallelism(rank: int) -> Request:
     module = nn.Linear(3, 2)
@@ -166,7 +163,6 @@ REFUSED: list[tuple[Callable[[int], Request], str, list[str]]] = [
     (no_forward, "UnsupportedError", ["ModuleList has no forward"]),
     (scripted, "UnsupportedError", ["ScriptModule"]),
     (lazy, "UnsupportedError", ["'weight'", "not initialised"]),
-    (on_meta, "UnsupportedError", ["'weight'", "on meta", "to_empty"]),
     (with_tensor_parallelism, "PlacementError", ["'weight' of Linear", "shares ranks", "dp_axes"]),
 ]
 

@@ -33,6 +33,16 @@ def in_place(method: str, *args: Any, **kwargs: Any) -> Operation:
     return run
 
 
+def seeded(draw: Callable[[Any], Any]) -> Operation:
+    """A random operation on x, and what the generator gives after it."""
+
+    def run(x: Any, y: Any, m: Any, s: Any) -> Any:
+        torch.manual_seed(11)
+        return draw(x), torch.rand(2)
+
+    return run
+
+
 def foreach(name: str, *args: Any, **kwargs: Any) -> Operation:
     def run(x: Any, y: Any, m: Any, s: Any) -> Any:
         chosen = {"y": y, "s": s, "ys": [y, s, y.abs()]}
@@ -142,6 +152,19 @@ RIGHT: dict[str, Operation] = {
     "foreach norm": lambda x, y, m, s: torch._foreach_norm([x, y, s.reshape(1), x * y]),
     "foreach norm 1": lambda x, y, m, s: torch._foreach_norm([x, y], 1),
     "foreach norm inf": lambda x, y, m, s: torch._foreach_norm([x, y], float("inf")),
+    # numbers drawn for the whole tensor, by generators that stand alike
+    "normal_": seeded(lambda x: x.normal_()),
+    "uniform_": seeded(nn.init.uniform_),
+    "random_": seeded(lambda x: x.random_(7)),
+    "bernoulli_": seeded(lambda x: x.bernoulli_(0.5)),
+    "exponential_": seeded(lambda x: x.exponential_()),
+    "kaiming_uniform_": seeded(nn.init.kaiming_uniform_),
+    "xavier_normal_": seeded(nn.init.xavier_normal_),
+    "trunc_normal_": seeded(nn.init.trunc_normal_),
+    "dropout": seeded(nn.functional.dropout),
+    "randn_like": seeded(torch.randn_like),
+    "rand_like": seeded(lambda x: torch.rand_like(x, dtype=torch.float64)),
+    "randint_like": seeded(lambda x: torch.randint_like(x, 9)),
     # memory and casts
     "clone": lambda x, y, m, s: x.clone(),
     "detach": lambda x, y, m, s: x.detach(),
@@ -248,13 +271,11 @@ REFUSED: dict[str, Operation] = {
     "index_select": lambda x, y, m, s: x.index_select(0, torch.tensor([0])),
     "index_add_": lambda x, y, m, s: x.index_add_(0, torch.tensor([0]), torch.ones(1, 2)),
     "scatter_": lambda x, y, m, s: x.scatter_(0, torch.zeros(1, 1, dtype=torch.int64), 1.0),
-    "normal_": lambda x, y, m, s: x.normal_(),
-    "uniform_": lambda x, y, m, s: nn.init.uniform_(x),
-    "kaiming_": lambda x, y, m, s: nn.init.kaiming_uniform_(x),
     "bernoulli": lambda x, y, m, s: torch.bernoulli(torch.sigmoid(x)),
-    "dropout": lambda x, y, m, s: nn.functional.dropout(x),
-    "randn_like": lambda x, y, m, s: torch.randn_like(x),
-    "rand_like": lambda x, y, m, s: torch.rand_like(x),
+    "bernoulli_ of tensors": lambda x, y, m, s: x.bernoulli_(torch.sigmoid(y)),
+    "normal of tensors": lambda x, y, m, s: torch.normal(x, 1.0),
+    "orthogonal_": lambda x, y, m, s: nn.init.orthogonal_(x),
+    "eye_": lambda x, y, m, s: nn.init.eye_(x),
     "new_empty of another shape": lambda x, y, m, s: x.new_empty(3),
     "resize_": lambda x, y, m, s: x.detach().resize_(1),
     "set_": lambda x, y, m, s: x.detach().set_(torch.zeros(1)),

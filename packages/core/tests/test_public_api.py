@@ -35,15 +35,18 @@ FLOORS = """
     layout_fill layout_search layout
     placements
     spi.ops spi.lanes spi.communicator spi.buffers spi.backend spi
-    backend_messages backends submesh transport buffer
+    backend_messages backends submesh debug transport buffer
     row_split sharded_refusals sharded_collectives sharded_checkpoint sharded_memory_ops
-    sharded_elementwise sharded_reductions sharded_fallback sharded_ops sharded_tensor
-    step_guard parameter
-    accumulated gradient_buffers gradients group
+    sharded_elementwise sharded_random sharded_reductions sharded_fallback sharded_ops
+    sharded_tensor
+    parameter derivative_guard step_guard structure
+    accumulated gradient_buffers gradients main_weights group
     unit
     order backward agreement context
-    module hooks
-    api weights full_load clipping optimizer
+    hooks conversions copying module
+    api methods weights full_load clipping optimizer
+    explained explain_words explain_table explain_colours explain_svg explain_picture
+    explain_orders explain
     cli __main__
 """.split()
 
@@ -57,8 +60,9 @@ NAMES = """
 """.split()
 BUILT = """
     BackendError DBuffer Flat FsdpContext FsdpModule MixedPrecisionPolicy Partial PlacementError
-    Placements Replicate SchedulePolicy UnsupportedError available_backends clip_grad_norm_
-    full_state_dict fully_shard fully_shard_optimizer load_full_state_dict microbatch unsharded
+    Placements Replicate SchedulePolicy UnsupportedError available_backends clip_grad_norm_ explain
+    full_state_dict fully_shard fully_shard_optimizer load_full_state_dict microbatch
+    register_forward_method unsharded
 """.split()
 
 

@@ -19,7 +19,8 @@ from polyshard.errors import UnsupportedError
 from polyshard.sharded_elementwise import ELEMENTWISE, ELEMENTWISE_OVERLOADS, FOREACH, FUSED
 from polyshard.sharded_fallback import dispatch_is_honoured
 from polyshard.sharded_memory_ops import MEMORY_OPERATIONS
-from polyshard.sharded_ops import RANDOM, choose
+from polyshard.sharded_ops import choose
+from polyshard.sharded_random import IN_PLACE, LIKE, REFUSED
 from polyshard.sharded_reductions import _OTHERS, _REDUCTIONS
 from polyshard.sharded_tensor import ShardedTensor
 
@@ -32,7 +33,9 @@ def test_every_named_operation_exists() -> None:
         *(f"{name}" for name in ELEMENTWISE),
         *(f"_foreach_{name}" for name in FOREACH),
         *FUSED,
-        *RANDOM,
+        *IN_PLACE,
+        *LIKE,
+        *REFUSED,
         *(name.partition(".")[0] for name in {**MEMORY_OPERATIONS, **_REDUCTIONS, **_OTHERS}),
         *(name.partition(".")[0] for name in ELEMENTWISE_OVERLOADS),
     }

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from abc import ABCMeta
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from one_rank import OneRank, Stack, batch, make_stack, train, twins, unit, units_in
+from one_rank import (
+    OneRank,
+    Stack,
+    assert_same_weights,
+    batch,
+    make_stack,
+    train,
+    twins,
+    unit,
+    units_in,
+)
 from torch import Tensor, nn
 
-from polyshard import FsdpModule, UnsupportedError
+from polyshard import FsdpModule, UnsupportedError, unsharded
+from polyshard.context import unit_of
 from polyshard.sharded_tensor import ShardedTensor
 
 
@@ -133,6 +146,28 @@ class WithMetaclass(nn.Module, metaclass=Checking):
         return x @ self.weight
 
 
+class Registering(nn.Linear):
+    """A class that keeps a register of its subclasses, which must give a name."""
+
+    known: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, *, title: str) -> None:
+        cls.known[title] = cls
+
+
+class Sealed(type):
+    """Makes classes that forbid subclasses."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: Any) -> type:
+        if any(isinstance(base, cls) for base in bases):
+            raise TypeError(f"{name} cannot be extended")
+        return super().__new__(cls, name, bases, namespace)
+
+
+class Final(nn.Linear, metaclass=Sealed):
+    """A class that forbids subclasses."""
+
+
 class Calling(nn.Linear):
     """A class whose forward calls its parent's."""
 
@@ -142,10 +177,16 @@ class Calling(nn.Linear):
 
 class TestOddClasses:
     @pytest.mark.parametrize(
-        "make", [Slotted, lambda: WithMetaclass(width=4), lambda: Calling(4, 4)]
+        "make",
+        [
+            Slotted,
+            lambda: WithMetaclass(width=4),
+            lambda: Calling(4, 4),
+            lambda: Registering(4, 4),
+        ],
     )
     def test_trains_like_plain(self, world: OneRank, make: Any) -> None:
-        """Slots, metaclasses, demanding constructors and super() do not matter."""
+        """Slots, metaclasses, demanding constructors, registers and super() do not matter."""
         models = []
         for _ in range(2):  # nn.Module does not copy slots
             torch.manual_seed(0)
@@ -155,16 +196,12 @@ class TestOddClasses:
         kind = type(model)
         world.shard(model)
         assert Checking.made == made
+        assert not Registering.known
         assert isinstance(model, kind)
         assert train(model) == pytest.approx(train(reference), rel=1e-5)
 
     def test_a_class_that_cannot_be_extended(self, world: OneRank) -> None:
         """A class that forbids subclasses is refused, and its instance left as it was."""
-
-        class Final(nn.Linear):
-            def __init_subclass__(cls) -> None:
-                raise TypeError("Final cannot be extended")
-
         model, reference = twins(Final(4, 3))
         with pytest.raises(
             UnsupportedError, match=r"Final cannot be subclassed.*cannot be extended"
@@ -286,21 +323,61 @@ class TestParameters:
 
 class TestCopies:
     @pytest.mark.parametrize("part", ["root", "unit", "parent"])
-    def test_deepcopy_is_refused(self, world: OneRank, part: str) -> None:
-        """Copying a unit, or what contains one, is refused with the way to do it."""
-        model = make_stack()
+    def test_deepcopy(self, world: OneRank, part: str) -> None:
+        """A unit, and what contains one, is copied with units of its own; copies train like plain
+        ones, and the original stays as it was."""
+        model, reference = twins(make_stack())
         world.shard(*(model.blocks if part == "parent" else units_in(model)))
-        subject = model.blocks[0] if part == "unit" else model
-        with pytest.raises(UnsupportedError, match=r"deepcopy of a sharded .* is not supported"):
-            copy.deepcopy(subject)
-        assert torch.isfinite(model(batch())).all()
+        train(model), train(reference)
+        subjects = [m.blocks[0] if part == "unit" else m for m in (model, reference)]
+        copied, expected = map(copy.deepcopy, subjects)
+        assert_same_weights(copied, expected)
+        width = 6 if part == "unit" else 4
+        inputs = functools.partial(batch, width=width)
+        assert train(copied, inputs=inputs) == pytest.approx(train(expected, inputs=inputs))
+        assert_same_weights(copied, expected)
+        model.zero_grad(), reference.zero_grad()
+        assert_same_weights(model, reference)
+        ours, theirs = (
+            {unit_of(module) for module in m.modules()} - {None} for m in (model, copied)
+        )
+        assert theirs
+        assert not ours & theirs
 
-    def test_pickling_is_refused(self, world: OneRank) -> None:
-        """A pickled rank would hold its own rows only; full_state_dict is named instead."""
+    def test_deepcopy_keeps_what_is_no_weight(self, world: OneRank) -> None:
+        """Hooks, attributes, buffers and registered methods come along, each once."""
+        model = make_stack()
+        calls: list[nn.Module] = []
+        model.register_buffer("steps", torch.tensor(3))
+        model.first.weight.tag = "mine"
+        world.shard(*units_in(model))
+        model.register_forward_hook(lambda module, *_: calls.append(module))
+        copied = copy.deepcopy(copy.deepcopy(model))
+        copied(batch())
+        assert calls == [copied]
+        assert copied.first.weight.tag == "mine"
+        assert copied.first.weight is not model.first.weight
+        copied.steps.add_(1)
+        assert (model.steps, copied.steps) == (3, 4)
+
+    def test_deepcopy_where_weights_are_whole(self, world: OneRank) -> None:
+        """Inside `unsharded` a copy would take whole weights along: refused."""
+        model = make_stack()
+        world.shard(model)
+        with (
+            unsharded(model),
+            pytest.raises(UnsupportedError, match=r"unit 'Stack' inside `with unsharded"),
+        ):
+            copy.deepcopy(model)
+        copy.deepcopy(model)
+
+    @pytest.mark.parametrize("way", [copy.copy, pickle.dumps])
+    def test_other_copies_are_refused(self, world: OneRank, way: Callable[[Any], Any]) -> None:
+        """They would hold one rank's rows only; full_state_dict and deepcopy are named instead."""
         model = make_stack()
         world.shard(*units_in(model))
         with pytest.raises(UnsupportedError, match=r"a sharded Stack cannot be pickled.*full_st"):
-            pickle.dumps(model)
+            way(model)
 
     def test_unit_is_no_module(self, world: OneRank) -> None:
         """What fully_shard keeps on a module is no submodule, parameter or buffer of it."""

@@ -299,6 +299,7 @@ def test_looking_is_no_change(world: OneRank, reshard: bool, units: str) -> None
     sum(output.sum() for output in outputs).backward()
 
 
+@pytest.mark.behaviour(35)
 class TestForwardsThatWrite:
     @pytest.mark.parametrize("grad", [True, False])
     def test_max_norm_is_refused(self, world: OneRank, grad: bool) -> None:

@@ -70,6 +70,7 @@ PLACES: dict[str, Callable[[Stack], nn.Module]] = {
 }
 
 
+@pytest.mark.behaviour(19)
 class TestFailures:
     @pytest.mark.parametrize("place", PLACES)
     @pytest.mark.parametrize(
@@ -150,6 +151,7 @@ class TestFailures:
         assert_same_weights(model, reference)
 
 
+@pytest.mark.behaviour(14)
 class TestRepeated:
     def test_backward_twice(self, pair: Pair) -> None:
         """A graph that was kept may be run again, and its gradients add up."""
@@ -222,6 +224,7 @@ class TestRepeated:
         assert_same_grads(*pair)
 
 
+@pytest.mark.behaviour(29)
 class TestAlone:
     def test_a_child_then_its_parent(self, pair: Pair) -> None:
         """A unit that ran alone first runs under its parent afterwards."""
@@ -299,6 +302,7 @@ class CheckpointingBlock(Block):
         return self.narrow(torch.relu(self.widen(x))) * self.scale
 
 
+@pytest.mark.behaviour(16)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved"])
 class TestCheckpointing:
     @pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
@@ -345,6 +349,7 @@ class TestCheckpointing:
             loss_of(reference, micro).backward()
         assert_same_grads(model, reference)
 
+    @pytest.mark.behaviour(32)
     def test_a_module_used_twice(self, world: OneRank, reshard: bool, reentrant: bool) -> None:
         """Gradients of a module that is checkpointed at both of its uses add up once each."""
 

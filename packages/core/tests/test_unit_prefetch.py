@@ -149,6 +149,7 @@ class TestUnchangingOrder:
 
 
 class TestChangingOrder:
+    @pytest.mark.behaviour(15)
     def test_another_order(self, mesh: DeviceMesh) -> None:
         """A new order is followed as it comes, and expected from the next pass on."""
         model = build(mesh)
@@ -170,6 +171,7 @@ class TestChangingOrder:
             gathers = [word for word in backward(model, loss) if word.startswith("gather")]
             assert sorted(gathers) == sorted(words("root 0 1 2 3"))
 
+    @pytest.mark.behaviour(15)
     def test_a_skipped_unit(self, mesh: DeviceMesh) -> None:
         """A unit that was gathered ahead and then skipped is let go at the end of the pass."""
         model = build(mesh)
@@ -183,6 +185,7 @@ class TestChangingOrder:
         log, _ = forward(model)
         assert log == words("root 0 2 *0 3 *2 *3")
 
+    @pytest.mark.behaviour(15)
     @pytest.mark.parametrize("reshard", [True, False])
     def test_plain_gradients_whatever_the_order(self, mesh: DeviceMesh, reshard: bool) -> None:
         """Orders that change from step to step, units that are skipped or repeated: gradients

@@ -22,7 +22,7 @@ from polyshard import (
     fully_shard,
 )
 from polyshard.group import ParameterGroup
-from polyshard.parameter import ManagedParameter
+from polyshard.parameter import ManagedParameter, Slot
 from polyshard.testing.loopback import LoopbackBackend
 from polyshard.unit import Unit
 
@@ -68,10 +68,6 @@ class Unbuilt(nn.Module):
     def forward(self) -> None: ...
 
 
-def meta() -> nn.Module:
-    return Unbuilt(nn.Parameter(torch.ones(2, device="meta")))
-
-
 def sparse() -> nn.Module:
     return Unbuilt(nn.Parameter(torch.eye(2).to_sparse(), requires_grad=False))
 
@@ -84,7 +80,6 @@ class TestModules:
                 lambda: nn.Sequential(nn.LazyLinear(3)),
                 "'0.weight' of Sequential is not initialised",
             ),
-            (meta, "'p1' of Unbuilt is on meta.*to_empty"),
             (lambda: nn.ModuleList([nn.Linear(2, 2)]), "ModuleList has no forward.*its children"),
             (lambda: nn.ModuleDict(), "ModuleDict has no forward"),
             (lambda: nn.ParameterList([torch.ones(2)]), "ParameterList has no forward"),
@@ -149,7 +144,7 @@ class TestModules:
         helps."""
         with pytest.raises(PlacementError, match=r"'w' of M is on cpu, the mesh on cuda:1.*\.to\("):
             polyshard.api._examine_parameter(
-                nn.Parameter(torch.ones(1)), "w", "M", torch.device("cuda", 1)
+                nn.Parameter(torch.ones(1)), [Slot({}, "w", "w")], "M", torch.device("cuda", 1)
             )
 
 

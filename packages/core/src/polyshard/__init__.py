@@ -6,7 +6,9 @@ from .buffer import DBuffer
 from .clipping import clip_grad_norm_
 from .context import FsdpContext
 from .errors import BackendError, PlacementError, UnsupportedError
+from .explain import explain
 from .full_load import load_full_state_dict
+from .methods import register_forward_method
 from .module import FsdpModule
 from .optimizer import fully_shard_optimizer
 from .placements import Flat, Partial, Placements, Replicate
@@ -29,10 +31,12 @@ __all__ = [
     "UnsupportedError",
     "available_backends",
     "clip_grad_norm_",
+    "explain",
     "full_state_dict",
     "fully_shard",
     "fully_shard_optimizer",
     "load_full_state_dict",
     "microbatch",
+    "register_forward_method",
     "unsharded",
 ]

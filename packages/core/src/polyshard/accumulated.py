@@ -17,7 +17,7 @@ from torch import Tensor
 from .buffer import DBuffer, narrow
 from .errors import UnsupportedError
 from .parameter import ManagedParameter
-from .placements import Flat, Partial, Placement, Replicate
+from .placements import Flat, Partial, Placement, Placements, Replicate
 from .sharded_tensor import ShardedTensor
 
 Zeros = Callable[[Sequence[Placement]], DBuffer]
@@ -40,6 +40,7 @@ class AccumulatedGradients:
         self._shown: list[weakref.ref[ShardedTensor] | None] = [None] * len(parameters)
         self._kept: weakref.ref[DBuffer] | None = None
         self._is_final = True
+        self._taken: dict[int, Tensor] = {}  # what `.grad` was before the backward that runs
 
     def install(self, show: Callable[[Tensor, int, Sequence[Placement]], ShardedTensor]) -> None:
         """How to show rows of a buffer: a bound method, held weakly to close no cycle."""
@@ -50,14 +51,22 @@ class AccumulatedGradients:
         assert make is not None
         return make(buffer.view(index), index, placements)
 
-    def take(
-        self, expected: Collection[int], *, final_placements: Sequence[Placement], zeros: Zeros
-    ) -> Kept | None:
+    def unfinished(self, index: int) -> bool:
+        """Whether ``.grad`` is a sum that waits for its reduction, whoever put it there."""
+        grad = self._parameters[index].sharded.grad
+        return isinstance(grad, ShardedTensor) and any(
+            placement.is_partial() for placement in grad.placements
+        )
+
+    def take(self, expected: Collection[int], placements: Placements, zeros: Zeros) -> Kept | None:
         """What ``.grad`` holds now, whoever put it there; None if there is nothing.
+
+        Until :meth:`show` it is out of autograd's reach: lanes write it, while a penalty on the
+        weights at rest adds to ``.grad``.
 
         Args:
             expected: the parameters that are to have gradients.
-            final_placements: of finished gradients.
+            placements: of contributions as gradient, of finished gradients as optimizer.
             zeros: makes a buffer for gradients that the user supplied.
         """
         kept = None if self._kept is None else self._kept()
@@ -73,7 +82,9 @@ class AccumulatedGradients:
         if len(cleared) == len(expected) and (is_final or kept is None):
             return None
         if kept is None:
-            kept, is_final = zeros(final_placements), True
+            is_final = not any(self.unfinished(index) for index, _ in foreign)
+            kept = zeros(placements.optimizer if is_final else placements.gradient)
+        copies = [(self._place(grad, index, kept), grad) for index, grad in foreign]
         for index in cleared:
             reference = self._shown[index]
             taken = None if reference is None else reference()
@@ -82,15 +93,25 @@ class AccumulatedGradients:
                 taken._local_tensor, taken._owner = taken._local_tensor.clone(), None
                 self._shown[index] = None
             kept.view(index).zero_()
-        for index, grad in foreign:
-            wanted = self._make(kept, index, kept.placements)
-            if not isinstance(grad, ShardedTensor) or grad._geometry is not wanted._geometry:
-                raise UnsupportedError(
-                    f"the .grad given to {self._parameters[index].name!r} does not lie as its "
-                    "gradient does; give it a ShardedTensor made from the parameter or from that."
-                )
-            wanted.to_local().copy_(grad.to_local())
+        for place, grad in copies:
+            place.copy_(local_of(grad))
+        for index in expected:
+            sharded = self._parameters[index].sharded
+            if sharded.grad is not None:
+                self._taken[index], sharded.grad = sharded.grad, None
         return Kept(kept, is_final, tuple(cleared))
+
+    def _place(self, grad: Tensor, index: int, kept: DBuffer) -> Tensor:
+        """The rows of ``kept`` that a gradient which came from elsewhere belongs to."""
+        wanted = self._make(kept, index, kept.placements)
+        if not isinstance(grad, ShardedTensor) or grad._geometry is not wanted._geometry:
+            raise UnsupportedError(
+                f"the .grad given to {self._parameters[index].name!r} does not lie as its gradient "
+                f"does: {getattr(grad, 'placements', 'a plain tensor')}, not {wanted.placements}. "
+                "Between microbatches give it a tensor made from the .grad that it replaces, else "
+                "one made from the parameter."
+            )
+        return wanted.to_local()
 
     def show(
         self,
@@ -100,18 +121,32 @@ class AccumulatedGradients:
         placements: Sequence[Placement],
         is_final: bool,
     ) -> None:
-        """Make ``.grad`` of the parameters ``used`` show ``buffer``; those that do stay."""
+        """Make ``.grad`` of the parameters ``used`` show ``buffer``; those that did do again."""
         for index in sorted(used):
-            reference = self._shown[index]
+            sharded, reference = self._parameters[index].sharded, self._shown[index]
+            added = sharded.grad
+            if added is not None:
+                self._place(added, index, buffer).add_(local_of(added))
             shown = None if reference is None else reference()
-            sharded = self._parameters[index].sharded
-            if shown is not None and sharded.grad is shown and shown._owner is buffer:
-                continue
-            shown = self._make(buffer, index, placements)
-            shown._owner = buffer
+            if shown is None or self._taken.get(index) is not shown or shown._owner is not buffer:
+                shown = self._make(buffer, index, placements)
+                shown._owner = buffer
+                self._shown[index] = weakref.ref(shown)
             sharded.grad = shown
-            self._shown[index] = weakref.ref(shown)
+        self._taken.clear()
         self._kept, self._is_final = weakref.ref(buffer), is_final
+
+    def restore(self) -> None:
+        """The backward that runs has failed: ``.grad`` is what it was."""
+        for index, grad in self._taken.items():
+            self._parameters[index].sharded.grad = grad
+        self._taken.clear()
+
+
+def local_of(grad: Tensor) -> Tensor:
+    """This rank's rows of a gradient."""
+    assert isinstance(grad, ShardedTensor)
+    return grad.to_local()
 
 
 def as_contribution(buffer: DBuffer, gradient: tuple[Placement, ...], zeros: Zeros) -> DBuffer:

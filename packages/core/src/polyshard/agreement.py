@@ -11,14 +11,26 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .schedule import reduction_order
 from .spi import Op
 from .transport import Transport
 from .unit import Unit
 
 
-def agree_on_order(done: Sequence[int], num_units: int, transport: Transport) -> list[int]:
-    """The order in which backward was done with units on the first rank, each once; known to all
-    ranks of the mesh afterwards."""
+def agree_on_order(done: Sequence[int], units: Sequence[Unit]) -> tuple[int, ...]:
+    """The order in which to reduce ``units`` from now on, the same on every rank: that in which the
+    first rank's backward was ``done`` with them, if all who take part can hear of it."""
+    transports = dict.fromkeys(unit.transport for unit in units)
+    widest = max(transports, key=lambda transport: len(transport.ranks))
+    # Whoever tells the order is heard by all ranks that take part, or by none.
+    heard = all(transport.ranks <= widest.ranks for transport in transports)
+    if not heard or len(units) == 1:
+        return reduction_order(len(units), None)
+    return reduction_order(len(units), _from_first_rank(done, len(units), widest))
+
+
+def _from_first_rank(done: Sequence[int], num_units: int, transport: Transport) -> list[int]:
+    """What the first rank of the mesh was done with, in its order."""
     message = torch.full((num_units,), -1, dtype=torch.int64)
     message[: len(done)] = torch.tensor(done, dtype=torch.int64)
     message = message.to(transport.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,22 +13,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 from .autograd import set_versions
 from .backends import choose_backend
 from .context import FsdpContext, context_of, register_unit, unit_of
+from .conversions import keep_parameters
+from .debug import checksum, debugging
 from .errors import PlacementError, UnsupportedError
 from .group import ParameterGroup
 from .hooks import attach
 from .module import FsdpModule, attach_mixin, managed_class
-from .parameter import ManagedParameter, Slot, find_parameters
+from .parameter import ManagedParameter, Slot, find_parameters, owner_of
 from .placements import Placements, resolve_axes
 from .precision import MixedPrecisionPolicy
 from .preflight import agree
 from .schedule import SchedulePolicy
 from .spi import CollectiveBackend
-from .submesh import shared_ranks, submesh
+from .structure import Structure, own_modules
+from .submesh import ranks_along, shared_ranks, submesh
 from .transport import Transport
 from .unit import Unit
 
@@ -50,6 +52,9 @@ def fully_shard(
 
     Call it bottom-up, on the same modules in the same order on every rank of the mesh, before
     building the optimizer. The module stays the same object, with the same ``state_dict`` keys.
+
+    Parameters may be on meta: each rank then gets memory for its rows only, and forwards are an
+    error until they were given values, by ``reset_parameters`` or a load.
 
     Args:
         module: any module with a ``forward``.
@@ -84,6 +89,14 @@ def fully_shard(
     axes = resolve_axes(placements.dp_axes, mesh.mesh_dim_names, mesh.ndim)
     if mesh.get_coordinate() is None:
         raise PlacementError("this rank is not part of the mesh; call fully_shard on its ranks.")
+    for axis, given in zip(axes, placements.dp_axes, strict=True):
+        ranks = ranks_along(mesh, axis)
+        if list(ranks) != sorted(ranks):
+            raise PlacementError(
+                f"axis {given!r} of the mesh has the ranks {ranks}; process groups number theirs "
+                "in ascending order, and rows would be told by another one. Build the mesh with "
+                "ranks that ascend along each axis."
+            )
     precision = MixedPrecisionPolicy() if mixed_precision_policy is None else mixed_precision_policy
     policy = SchedulePolicy() if schedule_policy is None else schedule_policy
     request: _Request | None = None
@@ -105,10 +118,19 @@ def fully_shard(
             f"reshard_after_forward={reshard_after_forward}",
             f"grad_divisor={float(grad_divisor)}",
         )
-    agree(subject, description, failure, [mesh.get_group(axis) for axis in axes])
+    everyone = [mesh.get_group(axis) for axis in axes]
+    place = None if request is None else (request.backend, mesh, axes, request.device)
+    number = Transport.number(*place) if place else 0
+    reuse = agree(subject, description, failure, everyone, vote=number)
     assert request is not None
+    assert place is not None
+    if debugging():
+        # Each rank keeps its own rows: they should be rows of the same values.
+        sharded = [axes[position] for position in placements.shard_order]
+        groups_of_rows = [mesh.get_group(axis) for axis in sharded]
+        agree(subject, request.values(), None, groups_of_rows)
 
-    transport = Transport.shared(request.backend, mesh, axes, request.device)
+    transport = Transport.shared(*place, reuse=reuse)
     groups = [
         ParameterGroup(
             f"{type(module).__name__} ({str(parameters[0].full.dtype).removeprefix('torch.')})",
@@ -127,6 +149,7 @@ def fully_shard(
         precision=precision,
         schedule=policy,
         reshard_after_forward=reshard_after_forward,
+        structure=request.structure,
     )
     _install(unit, module, request.owners)
 
@@ -186,6 +209,7 @@ class _Request:
     device: torch.device
     parameters: list[ManagedParameter]
     owners: list[nn.Module]
+    structure: Structure
 
     def grouped(self) -> list[list[ManagedParameter]]:
         """By dtype and requires_grad, in registration order."""
@@ -194,6 +218,14 @@ class _Request:
             key = (parameter.full.dtype, parameter.full.requires_grad)
             groups.setdefault(key, []).append(parameter)
         return list(groups.values())
+
+    def values(self) -> list[str]:
+        """One line per parameter that has values, which differs where they do."""
+        return [
+            f"parameter {parameter.name!r} with values of checksum {checksum(parameter.local)}"
+            for parameter in self.parameters
+            if not parameter.local.is_meta
+        ]
 
     def describe(self, *arguments: str) -> list[str]:
         """One line per fact that all ranks must share, the ``arguments`` among them."""
@@ -206,6 +238,7 @@ class _Request:
             f"parameter {' = '.join(slot.path for slot in parameter.slots)!r} of shape "
             f"{tuple(parameter.shape)}{parameter.other_placements or ''}, {parameter.full.dtype}, "
             f"requires_grad={parameter.full.requires_grad}"
+            f"{', on meta' if parameter.full.is_meta else ''}"
             for parameter in self.parameters
         ]
         return lines
@@ -254,43 +287,46 @@ def _examine(
             "give fully_shard its children, or the module that calls them."
         )
     managed_class(type(module))
-    named = list(_own_modules(module))
+    named = own_modules(module)
     found = find_parameters(named, frozenset(id(parameter) for parameter in ignored_params))
     device_type = mesh.device_type
     device = torch.device(device_type)
     if device_type != "cpu":
         device = torch.device(device_type, torch.get_device_module(device_type).current_device())
     for parameter, slots in found:
-        _examine_parameter(parameter, slots[0].path, type(module).__name__, device)
+        _examine_parameter(parameter, slots, type(module).__name__, device)
         if isinstance(parameter, DTensor):
             _examine_distributed(parameter, slots[0].path, type(module).__name__, mesh, axes)
     parameters = [ManagedParameter(parameter, slots) for parameter, slots in found]
-    return _Request(module, backend, device, parameters, _owners(named, found))
+    return _Request(module, backend, device, parameters, _owners(named, found), Structure(named))
+
+
+def _refuse_owned(parameter: nn.Parameter, slots: Sequence[Slot], module: str) -> None:
+    """Raise if another unit looks after the parameter."""
+    unit: Unit | None = owner_of(parameter)
+    if unit is None:
+        return
+    known = next(m for m in unit.parameters if m.full is parameter or m.sharded is parameter)
+    places = [(id(slot.holder), slot.name) for slot in known.slots]
+    remedy = "tied parameters must belong to one unit: leave both users to a common ancestor"
+    if any((id(slot.holder), slot.name) in places for slot in slots):
+        remedy = "call fully_shard bottom-up, on a module before the one that contains it"
+    raise UnsupportedError(
+        f"parameter {slots[0].path!r} of {module} is {known.name!r} of unit {unit.name!r} already; "
+        f"{remedy}."
+    )
 
 
 def _examine_parameter(
-    parameter: nn.Parameter, path: str, module: str, device: torch.device
+    parameter: nn.Parameter, slots: Sequence[Slot], module: str, device: torch.device
 ) -> None:
-    full = getattr(parameter, "_hook_target", None)  # where another unit shows its sharded face
-    full = parameter if full is None else full
-    owner = getattr(full, "_polyshard_owner", None)
-    unit: Unit | None = owner() if owner is not None else None
-    if unit is not None:
-        known = next(managed.name for managed in unit.parameters if managed.full is full)
-        raise UnsupportedError(
-            f"parameter {path!r} of {module} is {known!r} of unit {unit.name!r} already; tied "
-            "parameters must belong to one unit: leave both users to a common ancestor."
-        )
+    _refuse_owned(parameter, slots, module)
+    path = slots[0].path
     if is_lazy(parameter):
         raise UnsupportedError(
             f"parameter {path!r} of {module} is not initialised; run the lazy module once first."
         )
-    if parameter.is_meta:
-        raise UnsupportedError(
-            f"parameter {path!r} of {module} is on meta; sharding before materialising is not "
-            "built yet: call module.to_empty(device=...) and initialise first."
-        )
-    if parameter.device != device:
+    if parameter.device != device and not parameter.is_meta:
         raise PlacementError(
             f"parameter {path!r} of {module} is on {parameter.device}, the mesh on {device}; move "
             f"the module there first, e.g. module.to({str(device)!r})."
@@ -320,21 +356,6 @@ def _examine_distributed(
             )
 
 
-def _own_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(path, module) of ``module`` and all below it that are in no nested unit, each once."""
-    seen: set[int] = set()
-
-    def walk(path: str, child: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if id(child) in seen or unit_of(child) is not None:
-            return
-        seen.add(id(child))
-        yield path, child
-        for name, grandchild in child.named_children():
-            yield from walk(f"{path}.{name}" if path else name, grandchild)
-
-    return walk("", module)
-
-
 def _owners(
     named: list[tuple[str, nn.Module]], found: list[tuple[nn.Parameter, list[Slot]]]
 ) -> list[nn.Module]:
@@ -346,19 +367,20 @@ def _install(unit: Unit, module: nn.Module, owners: list[nn.Module]) -> None:
     """Change the module; if anything fails, change it back."""
     before = [(p, p.full, p.local, p.full.grad, p.full._version) for p in unit.parameters]
     original = type(module)
-    handles: list[RemovableHandle] = []
+    undo: list[Callable[[], object]] = []
     try:
         for group in unit.groups:
             group.install()
         for parameter in unit.parameters:
             parameter.full._polyshard_owner = weakref.ref(unit)  # type: ignore[attr-defined]
         register_unit(module, unit)
-        attach(unit, module, owners, handles)
+        attach(unit, module, owners, undo)
+        keep_parameters(owners, undo)
         attach_mixin(module)
         unit.show_sharded()
     except BaseException:
-        for handle in handles:
-            handle.remove()
+        for step in undo:
+            step()
         for group in unit.groups:
             group.uninstall()
         module.__dict__.pop("_polyshard_unit", None)

@@ -5,9 +5,10 @@ Knows no units. The private names are explained in docs/notes/private-torch-api.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -70,30 +71,40 @@ class _LatestFirst:
 
 
 def tensors_in(value: object, *, depth: int = 8) -> Iterator[Tensor]:
-    """Tensors in nested containers, dataclasses and plain objects, each container visited once."""
-    seen: set[int] = set()
+    """Tensors in nested containers, dataclasses and plain objects, each container visited once.
 
-    def walk(item: object, depth: int) -> Iterator[Tensor]:
+    Args:
+        depth: how many objects that are no containers to look into, one inside the other.
+    """
+    seen: set[int] = set()
+    waiting = [(value, depth)]
+    while waiting:
+        item, depth = waiting.pop()
         if isinstance(item, Tensor):
             yield item
-            return
-        if item is None or isinstance(item, _ATOMS) or depth == 0 or id(item) in seen:
-            return
+            continue
+        if item is None or isinstance(item, _ATOMS) or id(item) in seen:
+            continue
         seen.add(id(item))
         if isinstance(item, Mapping):
-            children: Any = item.values()
-        elif isinstance(item, list | tuple | set | frozenset):
-            children = item
-        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-            children = [getattr(item, field.name, None) for field in dataclasses.fields(item)]
-        elif hasattr(item, "__dict__") and not isinstance(item, type | torch.nn.Module):
-            children = vars(item).values()
+            children = list(item.values())
+        elif isinstance(item, _CONTAINERS):
+            children = list(item)
+        elif depth and not isinstance(item, type | torch.nn.Module):
+            children, depth = list(_attributes(item)), depth - 1
         else:
-            return
-        for child in list(children):
-            yield from walk(child, depth - 1)
+            continue
+        waiting += [(child, depth) for child in reversed(children)]
 
-    return walk(value, depth)
+
+def _attributes(item: object) -> Iterator[object]:
+    """What an object holds, in its dict and in its slots."""
+    yield from getattr(item, "__dict__", {}).values()
+    for base in type(item).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            with suppress(AttributeError):  # not set; or a name that Python has changed
+                yield object.__getattribute__(item, name)
 
 
 def storages_of(tensor: Tensor) -> Iterator[int]:
@@ -105,6 +116,7 @@ def storages_of(tensor: Tensor) -> Iterator[int]:
         yield tensor.untyped_storage().data_ptr()
 
 
+_CONTAINERS = (list, tuple, set, frozenset, deque, ValuesView)
 _ATOMS = (str, bytes, int, float, complex, bool, torch.Size, torch.dtype, torch.device)
 
 

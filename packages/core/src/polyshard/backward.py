@@ -26,6 +26,7 @@ class BackwardPass:
     def __init__(self, units: Sequence[Unit], order: Sequence[int]) -> None:
         self._units, self._order = units, order
         self.covered: set[ForwardPass] = set()
+        self.brought_gradients = False  # of weights, not of inputs alone
         #: Units in the order in which backward was done with them; the values say nothing.
         self.done: dict[int, None] = {}
         self.reduced: set[int] = set()

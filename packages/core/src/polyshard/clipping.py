@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from .errors import UnsupportedError
+from .parameter import owner_of
 from .row_split import Geometry
 from .sharded_collectives import (
     accumulation_dtype,
@@ -105,6 +106,12 @@ def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
             raise ValueError(
                 f"clip_grad_norm_ takes parameters, got a {type(parameter).__name__}; pass "
                 "model.parameters()."
+            )
+        if not isinstance(parameter, ShardedTensor) and (unit := owner_of(parameter)) is not None:
+            raise UnsupportedError(
+                f"clip_grad_norm_ got a whole parameter of unit {unit.name!r}, taken before "
+                "fully_shard or inside a forward, whose gradient is never final; pass "
+                "model.parameters() as they are now."
             )
         if parameter.grad is not None:
             grads.append(parameter.grad)

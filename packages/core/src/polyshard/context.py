@@ -49,6 +49,8 @@ class FsdpContext:
         # once for all, else once for each.
         self._joint = True
         self.backward: BackwardPass | None = None
+        # A backward was recorded (create_graph), and none has brought gradients of weights since.
+        self._graph_is_kept = False
         self._task = -1  # the graph task in which a hook of this context ran last
         self._root: Unit | None = None  # of the forward that runs
         self._forward_order = Order([0])
@@ -77,6 +79,16 @@ class FsdpContext:
     def transports(self) -> list[Transport]:
         """Those in use, each once, in the order of the units."""
         return list(dict.fromkeys(unit.transport for unit in self.units))
+
+    @property
+    def forward_order(self) -> tuple[int, ...]:
+        """The units by index, as the next forward expects them: at first as they are registered."""
+        return self._forward_order.expected
+
+    @property
+    def backward_order(self) -> tuple[int, ...] | None:
+        """The same for the next backward; None before the first."""
+        return None if self._backward_order is None else self._backward_order.expected
 
     def traffic(self) -> Traffic:
         """What this rank moved so far on the meshes of these units: calls and bytes by kind."""
@@ -134,8 +146,8 @@ class FsdpContext:
         )
         for other in ahead:
             other.submit_gather(forward=True)
-        if torch.is_grad_enabled():
-            unit.entered_forward = True
+        unit.entered_forward |= torch.is_grad_enabled()
+        unit.entered_without_grad |= not torch.is_grad_enabled()
         unit.await_gather()
         return False
 
@@ -169,8 +181,9 @@ class FsdpContext:
             self._open_passes.append(self.latest_forward)
         units = self.units
         for unit in units:
+            unit.examine_modules()
             if not self.window_open:
-                unit.pinned = False
+                unit.pinned = unit.entered_without_grad = False
             if not self.window_open or not dispatch_is_honoured():
                 # Nothing made outside a window, or where writes go unseen, is trusted again.
                 unit.release(copies=True)
@@ -232,8 +245,15 @@ class FsdpContext:
         if is_new:
             unit.entered_calls.add(call)
             unit.not_left.add(call)
-        # First, to make room; but what another call of this unit had is still of use.
-        _leave(_entered.passed(moment))
+        if torch.is_grad_enabled():
+            # create_graph: what this backward computes with these weights has a backward, too.
+            unit.pinned = self._graph_is_kept = True
+        # First, to make room; but what another call of this unit had is still of use. Units that
+        # are gathered are left only where another one is entered, as on all ranks alike: what a
+        # rank uses of the units in between is its own affair.
+        _leave(_entered.passed(moment, gathered=is_new and unit.is_collective))
+        for other_call in _entered.behind(moment):
+            context_of(other_call.unit)._make_room(other_call)
         if is_new:
             _entered.enter(call, current_graph_task())
         # Recomputation inside the unit looks its parameters up.
@@ -253,6 +273,10 @@ class FsdpContext:
             if not other.entered_backward:
                 other.submit_gather(forward=False)
         unit.await_gather()
+
+    def _make_room(self, call: Call) -> None:
+        open_calls = sum(other.open_calls[id(call.unit)] for other in self._open_passes)
+        call.unit.make_room(call, more_to_come=open_calls > 1)
 
     def leave_call(self, call: Call) -> None:
         """Backward has run all that the call computed: what gradients it gives are there."""
@@ -279,7 +303,7 @@ class FsdpContext:
             units = self.units
             backward.reduce_rest()
             if self._reduction_order is None:
-                self._reduction_order = self._agree_on_order(list(backward.done))
+                self._reduction_order = agree_on_order(list(backward.done), units)
             self._settle()
             backward.collect()
         except BaseException:
@@ -288,16 +312,18 @@ class FsdpContext:
         self.backward = None
         if self._backward_order is not None:
             self._backward_order = self._backward_order.next()
+        self._graph_is_kept = self._graph_is_kept and not backward.brought_gradients
+        window_ends = backward.final and not self._graph_is_kept
         for unit in units:
             unit.end_backward()
-            if backward.final:
+            if window_ends:
                 unit.entered_forward = unit.pinned = False
             elif unit.index in backward.reduced:
                 # What was added to waits for the next final backward, also where the forward was
                 # in a window that another backward has ended.
                 unit.entered_forward = True
-            unit.release(copies=backward.final or not self.window_open)
-        self.window_open = self.window_open and not backward.final
+            unit.release(copies=window_ends or not self.window_open)
+        self.window_open = self.window_open and not window_ends
         self._close_passes(backward)
         for transport in self.transports():
             transport.join()
@@ -310,15 +336,6 @@ class FsdpContext:
             self._joint = True
         self._open_passes = [] if backward.final else waiting
 
-    def _agree_on_order(self, done: list[int]) -> tuple[int, ...]:
-        units, transports = self.units, self.transports()
-        widest = max(transports, key=lambda transport: len(transport.ranks))
-        # Whoever tells the order is heard by all ranks that take part, or by none.
-        heard = all(transport.ranks <= widest.ranks for transport in transports)
-        if not heard or len(units) == 1:
-            return reduction_order(len(units), None)
-        return reduction_order(len(units), agree_on_order(done, len(units), widest))
-
     def abandon(self) -> None:
         """Forget a pass that failed: the next one finds everything at rest."""
         for unit in self.units:
@@ -326,7 +343,7 @@ class FsdpContext:
             with suppress(BackendError):
                 unit.abandon()
         self.backward = self._root = None
-        self.window_open = False
+        self.window_open = self._graph_is_kept = False
         self._open_passes = []
         for order in (self._forward_order, self._backward_order):
             if order is not None:

@@ -172,6 +172,8 @@ def _compare(
             continue
         if entry.shape is None:
             problems.append(f"no tensor for {name}, which is one in the model.")
+        elif target.is_meta:
+            problems.append(f"{name} is on meta in the model; call module.to_empty(device=...).")
         elif entry.shape != target.shape and not (entry.shape == (1,) and target.dim() == 0):
             problems.append(
                 f"size mismatch for {name}: {tuple(entry.shape)} given, "

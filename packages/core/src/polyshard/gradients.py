@@ -104,9 +104,10 @@ class GroupGradients:
 
     # -- contributions arrive -------------------------------------------------------------------
 
-    def expect(self, indices: Iterable[int]) -> None:
-        """Which parameters are to have gradients."""
-        self.expected = frozenset(indices)
+    def expect(self, trained: Iterable[int]) -> None:
+        """Which parameters are trained. One that was until now may have a sum to be finished."""
+        late = range(len(self.parameters)) if self._has_late else ()
+        self.expected = frozenset(trained).union(filter(self._accumulated.unfinished, late))
 
     @property
     def complete(self) -> bool:
@@ -178,9 +179,7 @@ class GroupGradients:
         if self._adopted:
             return
         self._adopted = True
-        kept = self._accumulated.take(
-            self.expected, final_placements=self.placements.optimizer, zeros=self._buffers.zeros
-        )
+        kept = self._accumulated.take(self.expected, self.placements, self._buffers.zeros)
         if kept is None:
             self._used.clear()
             self._counts = None
@@ -368,6 +367,7 @@ class GroupGradients:
         self._arrived.clear()
         self._target = None
         self.release_input()
+        self._accumulated.restore()
         self._close(final=True)
 
     def release_input(self) -> None:

@@ -21,8 +21,10 @@ from torch.utils.hooks import RemovableHandle
 
 from .autograd import NEVER_SAVED, set_versions
 from .buffer import DBuffer, ShardGrid, Spreads
+from .derivative_guard import guard_derivatives
 from .gradients import GroupGradients
 from .layout import GlobalLayout
+from .main_weights import MainWeights
 from .parameter import ManagedParameter
 from .placements import Flat, Partial, Placement, Placements, Replicate
 from .precision import GroupDtypes
@@ -44,6 +46,11 @@ class ParameterGroup:
     - ``full``: every tensor whole; what forward and backward see.
 
     Nothing that others can see changes before :meth:`install`.
+
+    Args:
+        weights: main weights that lie as these will, to start from; by default those of the full
+            parameters, on replicated axes the first rank's. Parameters on meta have none: until
+            they are written, using them is an error.
     """
 
     def __init__(
@@ -54,9 +61,11 @@ class ParameterGroup:
         placements: Placements,
         dtypes: GroupDtypes,
         grad_divisor: float,
+        *,
+        weights: MainWeights | None = None,
     ) -> None:
         self.label, self.parameters, self.transport = label, tuple(parameters), transport
-        self.placements, self.dtypes = placements, dtypes
+        self.placements, self.dtypes, self.grad_divisor = placements, dtypes, grad_divisor
         grid = ShardGrid(transport.sizes, transport.coordinates, placements.shard_order)
         shapes = [tuple(parameter.local.shape) for parameter in parameters]
         self.grid = grid
@@ -96,13 +105,18 @@ class ParameterGroup:
         self._whole_main: DBuffer | None = None  # where the backend keeps such buffers
         self._ticket: Ticket | None = None
         self._copied_epochs: list[int] | None = None  # of the main weight when copies were made
+        self._gathered_epochs: list[int] | None = None  # of the latest gather
         self._stamped: list[int] | None = None  # versions the full parameters carry
         self._mesh_placements: dict[
             tuple[int, tuple[Placement, ...]], tuple[TorchPlacement, ...]
         ] = {}
         self._full_parameters = [parameter.full for parameter in self.parameters]
         self._hooked: dict[int, RemovableHandle] = {}
-        self._fill_main()
+        self.weights = MainWeights(label, self.parameters, transport, self.main)
+        if weights is None:
+            self.weights.take_from_parameters()
+        else:
+            self.weights.take_from(weights)
 
     # -- sharding -----------------------------------------------------------------------------
 
@@ -123,11 +137,13 @@ class ParameterGroup:
                 parameter.view(views[index])
                 if self.dtypes.main_grad != self.dtypes.main:
                     parameter.sharded.grad_dtype = self.dtypes.main_grad
-                    guard_steps()
                 parameter.sharded._hook_target = parameter.full
                 parameter.full.grad = None
         self._full_parameters = [parameter.full for parameter in self.parameters]
+        self.weights.install()
         self.gradients.install(self.wrap)
+        guard_steps()
+        guard_derivatives()
         self.sync_requires_grad()
         self._stamp_released()
 
@@ -135,6 +151,23 @@ class ParameterGroup:
         """Take back the hooks of :meth:`install`. What the parameters were, its caller knows."""
         for handle in self._hooked.values():
             handle.remove()
+
+    def twin(self) -> ParameterGroup:
+        """Another group with parameters and weights of its own, equal to these."""
+        parameters = [parameter.twin() for parameter in self.parameters]
+        return ParameterGroup(
+            self.label,
+            parameters,
+            self.transport,
+            self.placements,
+            self.dtypes,
+            self.grad_divisor,
+            weights=self.weights,
+        )
+
+    def rename(self, label: str) -> None:
+        """Go by this name from now on."""
+        self.label = self.weights.label = self.gradients.label = label
 
     def wrap(self, local: Tensor, index: int, placements: Sequence[Placement]) -> ShardedTensor:
         """``local`` as this rank's rows of tensor ``index`` under ``placements``."""
@@ -182,26 +215,6 @@ class ParameterGroup:
         )
         return DBuffer.over(spread, storage)
 
-    def _fill_main(self) -> None:
-        """Sharded axes keep each rank's own rows; replicated axes take the first rank's values."""
-        with torch.no_grad():
-            for index in range(len(self.parameters)):
-                self.main.view(index).copy_(self._main_rows(index))
-        replicated = [
-            axis
-            for axis, placement in enumerate(self.placements.optimizer)
-            if isinstance(placement, Replicate) and self.grid.sizes[axis] > 1
-        ]
-        communicators = self.transport.communicators("reduce")
-        lane = self.transport.reduce_lane
-        lane.wait(self.transport.mark_compute())
-        label = f"{self.label}: first values"
-        for axis in replicated:
-            broadcast = partial(communicators[axis].broadcast, [self.main.flat], 0, label=label)
-            lane.submit(broadcast, label=label)
-            lane.submit(communicators[axis].settle, label=label)
-        self.transport.compute_lane.wait(lane.mark())
-
     # -- gathering ----------------------------------------------------------------------------
 
     @property
@@ -219,22 +232,23 @@ class ParameterGroup:
         """How often each main weight was written."""
         return [parameter.sharded.epoch for parameter in self.parameters]
 
-    def submit_gather(self, *, forward: bool, label: str) -> None:
+    def submit_gather(self, *, label: str) -> None:
         """Start making the full parameters. No-op while they are there or on their way.
 
         Copies of an earlier pass are gone by now, unless a window is open: then they serve while
-        no weight was written. A forward renews what was gathered from older weights; a backward
-        keeps it, and the versions that :meth:`await_gather` sets make autograd compare.
+        no weight was written. What was gathered from older weights is renewed: a forward sees the
+        new ones, and so does what a backward recomputes; the versions that :meth:`await_gather`
+        sets make autograd compare with those that were saved.
         """
         if self.full is self.main:
             return
-        if forward and self.residence is Residence.READY and self.epochs() != self._stamped:
+        epochs = self.epochs()
+        if self.residence is not Residence.RELEASED and epochs != self._gathered_epochs:
             self.release()
         if self.residence is not Residence.RELEASED:
             return
-        renew = False
+        self._gathered_epochs, renew = epochs, False
         if self.model is not self.main:
-            epochs = self.epochs()
             renew, self._copied_epochs = epochs != self._copied_epochs, epochs
         main, model, full, gatherers = self.main, self.model, self.full, self._gatherers
 
@@ -303,42 +317,16 @@ class ParameterGroup:
     def written(self) -> Tensor:
         """Per parameter, 1.0 where the full one is not what it was gathered as, on this rank."""
         assert self._stamped is not None
-        if self.full is self.main:
-            versions = zip(self.parameters, self._stamped, strict=True)
-            changed = [parameter.full._version != version for parameter, version in versions]
-            return torch.tensor(changed, dtype=torch.float32, device=self.transport.device)
-        pairs = [(self.main.view(i), self._main_rows(i)) for i in range(len(self.parameters))]
-        return torch.stack([(ours.to(full.dtype) != full).any() for ours, full in pairs]).float()
+        return self.weights.written(self._stamped, are_full=self.full is self.main)
 
     def write_back(self, written: Sequence[bool]) -> None:
-        """Copy full parameters into the main weights, each rank its own rows.
-
-        Where the main weight is more precise, rows that still equal its rounded value keep it.
+        """Copy the full parameters that were ``written`` into the main weights, each rank its rows.
 
         Args:
-            written: which parameters; the same on every rank, for it decides what is gathered anew.
+            written: the same on every rank, for it decides what is gathered anew.
         """
         assert self._stamped is not None
-        for index, parameter in enumerate(self.parameters):
-            if not written[index]:
-                continue
-            if self.full is not self.main:
-                local, rows = self.main.view(index), self._main_rows(index)
-                if local.dtype != rows.dtype:
-                    rows = torch.where(local.to(rows.dtype) == rows, local, rows.to(local.dtype))
-                local.copy_(rows)
-            # The epoch goes on where the full parameter's version stands: what was computed from
-            # it since its last write was computed from these weights.
-            writes = parameter.full._version - self._stamped[index]
-            parameter.sharded.writes.count += max(1, writes)
-
-    def _main_rows(self, index: int) -> Tensor:
-        """The rows of full parameter ``index`` that the main weight holds here."""
-        rows = self.parameters[index].local
-        if self.main.num_shards == 1:
-            return rows
-        start, stop = self.main.rows(index)
-        return (rows if rows.dim() else rows.view(1))[start:stop]
+        self.weights.write_back(written, self._stamped, are_full=self.full is self.main)
 
     @contextmanager
     def whole_main(self) -> Iterator[DBuffer]:

@@ -1,6 +1,7 @@
 """Wires units into modules and autograd. The only place that registers hooks.
 
-Hooks hold units, never modules; a hook on a tensor holds its group weakly.
+Hooks hold units, never modules; a hook on a tensor holds its group weakly. Compiled code runs
+around them: what they do is not for a graph.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from .autograd import before_node, producers, tensors_in
 from .calls import Call, tick
 from .context import context_of
+from .errors import UnsupportedError
 from .group import ParameterGroup
 from .unit import Unit
 
 
 def attach(
-    unit: Unit, module: nn.Module, owners: Iterable[nn.Module], handles: list[RemovableHandle]
+    unit: Unit,
+    module: nn.Module,
+    owners: Iterable[nn.Module],
+    undo: list[Callable[[], object]],
 ) -> None:
     """Register the hooks of ``unit``.
 
@@ -30,87 +34,118 @@ def attach(
         module: the unit's module.
         owners: the submodules that hold parameters of the unit directly. Backward through any of
             their outputs needs the weights, whether or not it comes through the unit's own.
-        handles: takes the handle of each hook at once, so that a failure half-way can be undone.
+        undo: takes what removes each hook at once, so that a failure half-way can be undone.
     """
-    weak_unit = weakref.ref(unit)
-    for group in unit.groups:
-        group.on_grad = _OnGrad(weak_unit)
+    take_gradients(unit)
     before = _PreForward(unit)
-    handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-    handles.append(module.register_forward_hook(_Returned(unit)))
-    handles.append(module.register_forward_hook(_Left(unit), always_call=True))
+    handles = [
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+        module.register_forward_hook(_Returned(unit)),
+        module.register_forward_hook(_Left(unit), always_call=True),
+    ]
+    undo += [handle.remove for handle in handles]
     groups = unit.groups_by_holder()
     for owner in owners:
         if owner is not module:
             watch = _WatchOutput(unit, groups[id(owner._parameters)])
-            handles.append(owner.register_forward_hook(watch))
+            undo.append(owner.register_forward_hook(watch).remove)
 
 
-class _PreForward:
+def take_gradients(unit: Unit) -> None:
+    """Let the unit's gradients be taken over as they come."""
+    for group in unit.groups:
+        group.on_grad = _OnGrad(weakref.ref(unit))
+
+
+class UnitHook:
+    """A hook on a module of ``unit``."""
+
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
 
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        unit = self.unit
-        context = context_of(unit)
-        if unit.depth and (not context.is_root(unit) or _runs_inside_itself(module)):
-            unit.depth += 1  # its weights are there
-            return None
-        unit.recomputing = context.enter_forward(unit)
-        unit.depth = 1
-        unit.show_full()
-        unit.call = context.begin_call(unit) if torch.is_grad_enabled() else None
-        precision = unit.precision
-        if precision.compute_dtype is None or not precision.cast_forward_inputs:
-            return None
-        dtype = precision.compute_dtype
-        return _cast(args, dtype), _cast(kwargs, dtype)
+
+class _PreForward(UnitHook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return _enter_apart(self.unit, module, args, kwargs)
+        return enter(self.unit, module, args, kwargs)
 
 
-class _Returned:
+class _Returned(UnitHook):
     """Called after a return only."""
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        unit = self.unit
-        if unit.depth > 1:
-            return None
-        _watch(unit, output)
-        unit.refuse_writes()
-        dtype = unit.precision.output_dtype
-        return None if dtype is None else _cast(output, dtype)
+        if torch.compiler.is_compiling():
+            return _returned_apart(self.unit, output)
+        return returned(self.unit, output)
 
 
-class _Left:
+class _Left(UnitHook):
     """Called after a return and after an exception."""
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        unit = self.unit
-        if unit.depth == 0:
-            return  # the forward failed before it began
-        unit.depth -= 1
-        if unit.depth == 0:
-            unit.call = None
-            if not unit.recomputing:
-                # After a recomputation backward goes on inside the unit, and may recompute more.
-                unit.show_sharded()
-            context_of(unit).leave_forward(unit, recompute=unit.recomputing)
+        if torch.compiler.is_compiling():
+            _left_apart(self.unit)
+        else:
+            left(self.unit)
 
 
-class _WatchOutput:
+class _WatchOutput(UnitHook):
     def __init__(self, unit: Unit, groups: Sequence[ParameterGroup]) -> None:
-        self.unit, self.groups = unit, groups
+        super().__init__(unit)
+        self.groups = groups
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # what happens inside a graph, no backward reaches alone
         if torch.is_grad_enabled() and self.unit.call is not None:
             _hook_producers(self.unit, self.groups, tensors_in(output))
+
+
+def enter(
+    unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A forward of the unit begins: its weights are there. Returns other arguments, or None."""
+    context = context_of(unit)
+    if unit.depth and (not context.is_root(unit) or _runs_inside_itself(module)):
+        unit.depth += 1  # its weights are there
+        return None
+    unit.refuse_unwritten()
+    unit.recomputing = context.enter_forward(unit)
+    unit.depth = 1
+    unit.show_full()
+    unit.call = context.begin_call(unit) if torch.is_grad_enabled() else None
+    precision = unit.precision
+    if precision.compute_dtype is None or not precision.cast_forward_inputs:
+        return None
+    dtype = precision.compute_dtype
+    return _cast(args, dtype), _cast(kwargs, dtype)
+
+
+def returned(unit: Unit, output: Any) -> Any:
+    """The forward returned this. Returns another output, or None."""
+    if unit.depth > 1:
+        return None
+    _watch(unit, output)
+    unit.refuse_writes()
+    dtype = unit.precision.output_dtype
+    return None if dtype is None else _cast(output, dtype)
+
+
+def left(unit: Unit) -> None:
+    """The forward is over, by a return or by an exception."""
+    if unit.depth == 0:
+        return  # it failed before it began
+    unit.depth -= 1
+    if unit.depth == 0:
+        unit.call = None
+        if not unit.recomputing:
+            # After a recomputation backward goes on inside the unit, and may recompute more.
+            unit.show_sharded()
+        context_of(unit).leave_forward(unit, recompute=unit.recomputing)
+
+
+_enter_apart, _returned_apart, _left_apart = map(torch.compiler.disable, (enter, returned, left))
 
 
 def _watch(unit: Unit, output: object) -> None:
@@ -166,9 +201,18 @@ class _OnGrad:
         grad, parameter.grad = parameter.grad, None
         if grad is None:
             return
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"backward(create_graph=True) reached {group.parameters[index].name!r} of unit "
+                f"{unit.name!r}: gradients of sharded parameters are reduced outside of autograd "
+                "and have no graph. Take those of inputs, with torch.autograd.grad(loss, inputs, "
+                "create_graph=True), and call backward() without create_graph on what you compute "
+                "from them."
+            )
         context = context_of(unit)
         context.enter_backward()
         assert context.backward is not None
+        context.backward.brought_gradients = True
         local = group.parameters[index].local_grad(grad)
         group.gradients.add(index, local, final=context.backward.final)
 
@@ -180,9 +224,13 @@ def _runs_inside_itself(module: nn.Module) -> bool:
     """
     calls, frame = 0, inspect.currentframe()
     while frame is not None:
-        calls += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
+        calls += frame.f_code.co_name in CALLERS and frame.f_locals.get("self") is module
         frame = frame.f_back
     return calls > 1
+
+
+#: Functions whose frame, with the module as ``self``, is a call of it.
+CALLERS = {"_call_impl", "_call_as_forward"}
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from types import new_class
 from typing import Any, NoReturn
 
 from torch import nn
 
 from .context import FsdpContext, context_of, unit_of
+from .copying import copy_unit
 from .errors import UnsupportedError
 
 
@@ -26,16 +28,29 @@ class FsdpModule:
         assert unit is not None
         return context_of(unit)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise UnsupportedError(
-            f"copy.deepcopy of a sharded {type(self).__name__} is not supported yet; build a "
-            "second model, shard it alike, and copy the weights with torch.no_grad()."
-        )
+    def __init_subclass__(cls) -> None:
+        """Nothing: a module's class that keeps a register of its subclasses is to know the one its
+        author wrote, not ours."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A sharded module of its own: equal weights on the same mesh, no gradients."""
+
+        def copy_module(memo: dict[int, Any]) -> nn.Module:
+            if hasattr(super(FsdpModule, self), "__deepcopy__"):
+                return super(FsdpModule, self).__deepcopy__(memo)  # type: ignore[misc]
+            copied = type(self).__new__(type(self))
+            memo[id(self)] = copied
+            copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore
+            return copied  # type: ignore[return-value]
+
+        if unit_of(self) is None:  # type: ignore[arg-type]
+            return copy_module(memo)
+        return copy_unit(self, memo, copy_module)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(
-            f"a sharded {type(self).__name__} cannot be pickled: one rank holds only its rows. "
-            "Save `full_state_dict(module)` instead."
+            f"a sharded {type(self).__name__} cannot be pickled or copied by copy.copy: one rank "
+            "holds only its rows. Save `full_state_dict(module)`; copy.deepcopy works."
         )
 
 

@@ -24,6 +24,11 @@ class Order:
         self._gathered: list[int] = []  # of those expected, the ones that gather anything
         self._before: list[int] = []  # how many of them are expected up to each place
 
+    @property
+    def expected(self) -> tuple[int, ...]:
+        """Units by index, in the order in which they are expected; one may come several times."""
+        return tuple(self._expected)
+
     def begin(self, units: list[Unit]) -> None:
         """A pass begins."""
         self._place, self._recorded, self._units = -1, [], units

@@ -69,19 +69,37 @@ class ManagedParameter:
 
     def view(self, local: Tensor) -> None:
         """Let the full parameter be a view of ``local``: the same object, except that a DTensor
-        cannot change its dtype."""
-        if not isinstance(self.full, DTensor):
-            self.full.data = local
-        elif self.full.dtype == local.dtype:
-            self.full._local_tensor = local
+        cannot change its dtype or device."""
+        full = self.full
+        if isinstance(full, DTensor):
+            part = full._local_tensor
+            if (part.dtype, part.device) == (local.dtype, local.device):
+                full._local_tensor = local
+            else:
+                self.full = nn.Parameter(self._distributed(local), full.requires_grad)
+        elif full.is_meta == local.is_meta:
+            full.data = local
         else:
-            self.full = nn.Parameter(self._distributed(local), self.full.requires_grad)
+            # A tensor cannot change from meta to memory; an object can change its tensor. `.data`
+            # has a version counter of its own, not that of the buffer.
+            other = nn.Parameter(local.data, full.requires_grad)
+            vars(other).update(vars(full))
+            torch.utils.swap_tensors(full, other)
 
     def copy_attributes(self) -> None:
         """Give the sharded parameter what users have set on theirs."""
         for name, value in vars(self.full).items():
             if not name.startswith("_polyshard"):
                 setattr(self.sharded, name, value)
+
+    def twin(self) -> ManagedParameter:
+        """Another parameter like this one, whose full face has no memory yet."""
+        full = self.full
+        part = full._local_tensor if isinstance(full, DTensor) else full
+        empty = torch.empty(1, dtype=part.dtype, device=part.device).expand(part.shape)
+        local = self._distributed(empty) if isinstance(full, DTensor) else empty
+        parameter = nn.Parameter(local, self.sharded.requires_grad)
+        return ManagedParameter(parameter, self.slots)
 
     def local_grad(self, grad: Tensor) -> Tensor:
         """A gradient of the full parameter as it lies; what is pending on other axes is summed."""
@@ -116,6 +134,13 @@ class ManagedParameter:
         """Register the sharded parameter."""
         for slot in self.slots:
             slot.holder[slot.name] = self.sharded
+
+
+def owner_of(parameter: Tensor) -> Any:
+    """The unit that looks after a parameter, whichever face this is; None if none does."""
+    full = getattr(parameter, "_hook_target", None)
+    reference = getattr(parameter if full is None else full, "_polyshard_owner", None)
+    return None if reference is None else reference()
 
 
 def find_parameters(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -73,3 +74,8 @@ class GroupDtypes:
 
 def _wider(dtype: torch.dtype, than: torch.dtype) -> bool:
     return torch.finfo(dtype).eps < torch.finfo(than).eps
+
+
+def unwritten_value(dtype: torch.dtype) -> float:
+    """What stands in weights that were given no values: NaN, where there is one."""
+    return math.nan if dtype.is_floating_point or dtype.is_complex else 0

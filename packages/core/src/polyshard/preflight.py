@@ -20,13 +20,19 @@ def agree(
     description: Sequence[str],
     failure: BaseException | None,
     groups: Sequence[ProcessGroup],
-) -> None:
+    *,
+    vote: int = 0,
+) -> bool:
     """Compare ``description`` line by line over the ranks of ``groups``, one per mesh axis.
 
     Args:
         subject: what is described, for the message.
         failure: this rank's own objection; every rank then raises: the objecting one its own
             error, the others one that says which rank objected and why.
+        vote: any number, which may differ.
+
+    Returns:
+        Whether all ranks gave the same vote; alike on all.
 
     Raises:
         PlacementError: on every rank, naming the first line that differs and two ranks.
@@ -35,7 +41,7 @@ def agree(
     rank = dist.get_rank()
     digest = hashlib.sha256("\n".join(description).encode()).hexdigest()
     mine = (
-        {("digest", digest): rank}
+        {("digest", digest): rank, ("vote", vote): rank}
         if failure is None
         else {("objection", rank): f"{type(failure).__name__}: {failure}"}
     )
@@ -48,7 +54,7 @@ def agree(
         first = min(objections)
         raise BackendError(f"{subject}: rank {first} refused: {objections[first]}")
     if len(digests) == 1:
-        return
+        return sum(kind == "vote" for kind, _ in found) == 1
     # Two ranks suffice to name a difference: the lowest ones of the two most basic digests.
     owners = sorted(digests.values())[:2]
     described = _spread({rank: list(description)} if rank in owners else {}, groups)

@@ -99,6 +99,16 @@ def reduce_partial(local: Tensor, geometry: Geometry) -> Tensor:
     return (total / divisor if divisor > 1 else total).to(local.device, local.dtype)
 
 
+@torch.no_grad()
+def take_first_members(rows: Tensor, geometry: Geometry) -> Tensor:
+    """``rows``, of whatever values, as the first of the ranks that hold the same rows has them."""
+    taken = rows
+    for axis, placement in enumerate(geometry.placements):
+        if placement.is_replicate() and len(geometry.members(axis)) > 1:
+            taken = gather_equal(taken, geometry, axis)[0]
+    return taken
+
+
 def _gather_blocks(rows: Tensor, lengths: Sequence[int], geometry: Geometry, axis: int) -> Tensor:
     """Concatenate the members' blocks of rows, of the given lengths, by coordinate."""
     if len(lengths) == 1:

@@ -20,18 +20,12 @@ from .sharded_elementwise import (
     written_arguments,
 )
 from .sharded_memory_ops import MEMORY_OPERATIONS
+from .sharded_random import random_handler
 from .sharded_reductions import reduction_handler
 from .sharded_refusals import Handler, refused
 
 if TYPE_CHECKING:
     from .sharded_tensor import ShardedTensor
-
-RANDOM = frozenset(
-    """
-    bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ native_dropout normal normal_
-    rand_like randint_like randn_like random_ rrelu_with_noise uniform_
-    """.split()
-)
 
 _handlers: dict[OpOverload, Handler] = {}
 
@@ -66,10 +60,6 @@ def choose(func: OpOverload) -> Handler:
     each = base.removeprefix("_foreach_")
     if (each != base and each in FOREACH and out is None) or packet in FUSED:
         return on_lists(func, each, written=written, steps=FUSED.get(packet))
-    if packet in RANDOM:
-        return refused(
-            func,
-            "every rank would draw numbers for its own rows, not those that one process draws",
-            "Initialise inside `with unsharded(module):`, with the same seed on all ranks.",
-        )
-    return refused(func, "each rank holds some rows only, and it is not known to act row by row")
+    return random_handler(func, packet) or refused(
+        func, "each rank holds some rows only, and it is not known to act row by row"
+    )

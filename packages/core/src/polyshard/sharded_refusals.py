@@ -22,6 +22,11 @@ REMEDY = (
     "Run it inside `with unsharded(module):`, where weights are whole, or take a copy with "
     "full_tensor()."
 )
+PARAMETER_REMEDY = (
+    "It is whole only inside its unit's forward, inside methods given to "
+    "register_forward_method(module, name), and inside `with unsharded(module):`; full_tensor() "
+    "takes a copy."
+)
 INCOMPLETE = (
     "it is placed Partial: each rank holds its own contribution to a value that is only summed on "
     "the last microbatch"
@@ -34,8 +39,19 @@ def refuse(
 ) -> NoReturn:
     """Raise UnsupportedError."""
     name = "a sharded tensor" if tensor is None else repr(tensor._name)
+    unit = None if tensor is None else _unit_name(tensor)
+    if unit is not None:
+        name = f"{name} of unit {unit!r}"
+        remedy = remedy.replace(REMEDY, PARAMETER_REMEDY)
     operation = getattr(operation, "__name__", operation)
     raise UnsupportedError(f"{name}: {operation} is refused: {reason}. {remedy}")
+
+
+def _unit_name(tensor: ShardedTensor) -> str | None:
+    """Of the unit whose parameter this is; None of any other tensor."""
+    reference = getattr(tensor._hook_target, "_polyshard_owner", None)
+    unit = None if reference is None else reference()
+    return None if unit is None else unit.name
 
 
 def refuse_plain(first: ShardedTensor | None, operation: object, plain: Tensor) -> NoReturn:

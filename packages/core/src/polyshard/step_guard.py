@@ -1,16 +1,21 @@
-"""Refuses optimizer steps whose gradients have another precision than their weights.
+"""Refuses optimizer steps that would go wrong.
 
-Without it such a step fails in the middle, with some weights already decayed, or silently rounds.
-Knows sharded tensors and optimizers; nothing of units.
+Steps on weights that are not the ones at rest would change nothing. Steps whose gradients have
+another precision than their weights would fail in the middle, with some weights already decayed, or
+silently round.
+
+Knows sharded tensors and optimizers; nothing of units but their names.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .errors import UnsupportedError
+from .parameter import owner_of
 from .sharded_elementwise import mixed_precision_is_allowed
 from .sharded_tensor import ShardedTensor
 
@@ -18,24 +23,23 @@ _installed = False
 
 
 def guard_steps() -> None:
-    """Check every optimizer step from now on. Called once there is a parameter that needs it."""
+    """Check every optimizer step from now on. Called once there is a unit."""
     global _installed
     if not _installed:
-        register_optimizer_step_pre_hook(_refuse_unlike_gradients)
+        register_optimizer_step_pre_hook(_examine)
         _installed = True
 
 
-def _refuse_unlike_gradients(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    if mixed_precision_is_allowed():
-        return
+def _examine(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    mixed = mixed_precision_is_allowed()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            grad = parameter.grad
-            if not isinstance(parameter, ShardedTensor) or grad is None:
+            if not isinstance(parameter, ShardedTensor):
+                if owner_of(parameter) is not None:
+                    _refuse_whole(optimizer, parameter)
                 continue
-            if grad.dtype != parameter.dtype:
+            grad = parameter.grad
+            if grad is not None and grad.dtype != parameter.dtype and not mixed:
                 raise UnsupportedError(
                     f"{type(optimizer).__name__}.step(): the main weight of {parameter._name!r} is "
                     f"{parameter.dtype} and its gradient {grad.dtype}. Call "
@@ -43,3 +47,13 @@ def _refuse_unlike_gradients(
                     f"fully_shard MixedPrecisionPolicy(main_grads_dtype={parameter.dtype}), so "
                     "that they are kept in that precision."
                 )
+
+
+def _refuse_whole(optimizer: Optimizer, parameter: Tensor) -> NoReturn:
+    unit = owner_of(parameter)
+    managed = next(managed for managed in unit.parameters if managed.full is parameter)
+    raise UnsupportedError(
+        f"{type(optimizer).__name__}.step(): it holds {managed.name!r} of unit {unit.name!r} as it "
+        "was before fully_shard, or as it is inside a forward, so the step would change nothing. "
+        "Build the optimizer after fully_shard, from model.parameters()."
+    )

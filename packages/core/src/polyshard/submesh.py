@@ -36,6 +36,12 @@ def submesh(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:
     )
 
 
+def ranks_along(mesh: DeviceMesh, axis: int) -> tuple[int, ...]:
+    """The global ranks along one axis through this rank, by coordinate."""
+    line = tuple(slice(None) if a == axis else c for a, c in enumerate(_coordinate(mesh)))
+    return tuple(mesh.mesh[line].tolist())
+
+
 def joined(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
     """The mesh whose axes are those of ``mesh``, then those of ``other``, through this rank.
 
@@ -47,9 +53,8 @@ def joined(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
         gathered: list[object] = [None] * mesh.size(axis)
         dist.all_gather_object(gathered, ranks, group=mesh.get_group(axis))
         # A group numbers its ranks in ascending order, a mesh as its ranks were given.
-        line = tuple(slice(None) if a == axis else c for a, c in enumerate(_coordinate(mesh)))
         numbers = dist.get_process_group_ranks(mesh.get_group(axis))
-        ranks = [gathered[numbers.index(rank)] for rank in mesh.mesh[line].tolist()]
+        ranks = [gathered[numbers.index(rank)] for rank in ranks_along(mesh, axis)]
     names = [*(mesh.mesh_dim_names or (f"axis{axis}" for axis in range(mesh.ndim)))]
     for axis in range(other.ndim):
         name = (other.mesh_dim_names or ())[axis] if other.mesh_dim_names else f"other{axis}"

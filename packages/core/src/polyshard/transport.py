@@ -6,12 +6,14 @@ Knows no parameters and no schedule.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from .debug import CheckedCommunicator, debugging
 from .spi import (
     Buffer,
     CollectiveBackend,
@@ -35,6 +37,7 @@ class Transport:
     """
 
     _all: ClassVar[weakref.WeakValueDictionary[object, Transport]] = weakref.WeakValueDictionary()
+    _made: ClassVar[Counter[object]] = Counter()
 
     def __init__(
         self,
@@ -58,19 +61,39 @@ class Transport:
         self._finalizer = weakref.finalize(self, _close, self._communicators)
 
     @classmethod
+    def number(
+        cls,
+        backend: CollectiveBackend,
+        mesh: DeviceMesh,
+        axes: tuple[int, ...],
+        device: torch.device,
+    ) -> int:
+        """Of the transport that is in use on this rank for these; 0 if none is."""
+        key = (id(backend), mesh, axes, device)
+        return cls._made[_place(key)] if key in cls._all else 0
+
+    @classmethod
     def shared(
         cls,
         backend: CollectiveBackend,
         mesh: DeviceMesh,
         axes: tuple[int, ...],
         device: torch.device,
+        *,
+        reuse: bool,
     ) -> Transport:
-        """The transport of this backend, mesh and axes, made if nothing uses it yet."""
+        """The transport of this backend, mesh and axes, made if nothing uses it yet.
+
+        Args:
+            reuse: every rank has the one of the same :meth:`number`. What one rank has freed,
+                another may still hold, until its garbage is collected.
+        """
         key = (id(backend), mesh, axes, device)
-        transport = cls._all.get(key)
+        transport = cls._all.get(key) if reuse else None
         if transport is None:
             transport = cls(backend, mesh, axes, device)
             cls._all[key] = transport
+            cls._made[_place(key)] += 1
         return transport
 
     def communicators(
@@ -81,9 +104,10 @@ class Transport:
         for axis in wanted:
             if (purpose, axis) not in self._communicators:
                 group = self.mesh.get_group(self.axes[axis])
-                self._communicators[purpose, axis] = self.backend.communicator(
-                    group, self.device, purpose=purpose
-                )
+                communicator = self.backend.communicator(group, self.device, purpose=purpose)
+                if debugging():
+                    communicator = CheckedCommunicator(communicator, group)
+                self._communicators[purpose, axis] = communicator
         return {axis: self._communicators[purpose, axis] for axis in wanted}
 
     def mesh_with(self, other: DeviceMesh | None) -> DeviceMesh:
@@ -112,7 +136,11 @@ class Transport:
     ) -> Buffer:
         """A buffer for ``uses``; kept for life if asked, or if the backend keeps such roles."""
         keep = persistent or any(self.keeps(role) for role in uses)
-        listed = [Use(communicator, role) for role, many in uses.items() for communicator in many]
+        listed = [
+            Use(each.bare if isinstance(each, CheckedCommunicator) else each, role)
+            for role, many in uses.items()
+            for each in many
+        ]
         lifetime = Lifetime.PERSISTENT if keep else Lifetime.TRANSIENT
         return self.backend.allocate(listed, numel, dtype, self.device, lifetime)
 
@@ -147,6 +175,12 @@ class Transport:
             total.calls.update(communicator.traffic.calls)
             total.bytes.update(communicator.traffic.bytes)
         return total
+
+
+def _place(key: tuple[int, DeviceMesh, tuple[int, ...], torch.device]) -> object:
+    """The same without the mesh, which a count is not to keep alive."""
+    backend, mesh, axes, device = key
+    return backend, hash(mesh), axes, device
 
 
 def _close(communicators: dict[tuple[LaneRole, int], Communicator]) -> None:

@@ -18,6 +18,7 @@ from .group import ParameterGroup
 from .parameter import ManagedParameter
 from .precision import MixedPrecisionPolicy
 from .schedule import SchedulePolicy
+from .structure import Named, Structure
 from .transport import Transport
 
 
@@ -38,12 +39,13 @@ class Unit:
         precision: MixedPrecisionPolicy,
         schedule: SchedulePolicy,
         reshard_after_forward: bool,
+        structure: Structure,
     ) -> None:
         self.module = weakref.ref(module)
         self.name = type(module).__name__
         self.groups, self.transport = tuple(groups), transport
         self.precision, self.schedule = precision, schedule
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward, self._structure = reshard_after_forward, structure
         self.parameters: tuple[ManagedParameter, ...] = tuple(
             parameter for group in groups for parameter in group.parameters
         )
@@ -55,9 +57,11 @@ class Unit:
         self.index = 0  # in the context's registration order
         self.depth = 0  # forwards of the module that are running, one inside the other
         self.recomputing = False  # the forward that runs is a recomputation inside a backward
+        self.forward_methods: set[str] = set()  # of the module, that count as forwards
         self.held = 0  # `unsharded` scopes around it
         self.pinned = False  # an output is a view of what was gathered
         self.entered_forward = False  # since gradients were last final
+        self.entered_without_grad = False  # likewise: a reentrant checkpoint may recompute it
         self.call: Call | None = None  # the latest, if gradients are recorded
         self.entered_calls: set[Call] = set()  # in the backward that runs
         self.not_left: set[Call] = set()  # those of them that it has not left
@@ -66,10 +70,30 @@ class Unit:
         """Take the name that the root knows the unit by; the same on every rank."""
         self.name = name or self.name
         for group in self.groups:
-            group.label = f"{self.name} ({str(group.dtypes.compute).removeprefix('torch.')})"
-            group.gradients.label = group.label
+            group.rename(f"{self.name} ({str(group.dtypes.compute).removeprefix('torch.')})")
 
     # -- weights ------------------------------------------------------------------------------
+
+    def examine_modules(self) -> None:
+        """Raise if a parameter came into the unit's modules that nobody looks after."""
+        module = self.module()
+        if module is not None and not self._structure.is_unchanged:
+            self._structure.accept(module, unit=self.name)
+
+    def take_structure(self, named_modules: Named) -> None:
+        """These are the unit's modules, as paths inside it and modules."""
+        self._structure = Structure(named_modules)
+
+    def refuse_unwritten(self) -> None:
+        """Raise if a parameter came without values, on meta, and was given none since."""
+        for group in self.groups:
+            for index in group.weights.unwritten():
+                raise UnsupportedError(
+                    f"parameter {group.parameters[index].name!r} of unit {self.name!r} was on meta "
+                    "when the unit was made and has no values yet. Load a state dict, or run each "
+                    "module's reset_parameters() with the same seed on all ranks; "
+                    "module.to_empty(device=...) gives buffers their memory before."
+                )
 
     def groups_by_holder(self) -> dict[int, list[ParameterGroup]]:
         """The groups of the parameters that a module holds directly, by id of its dict of them."""
@@ -86,7 +110,7 @@ class Unit:
         """Start gathering all groups, or these; no-op where that was done."""
         phase = "forward" if forward else "backward"
         for group in self.groups if groups is None else groups:
-            group.submit_gather(forward=forward, label=f"{group.label}: gather for {phase}")
+            group.submit_gather(label=f"{group.label}: gather for {phase}")
 
     def await_gather(self, groups: Sequence[ParameterGroup] | None = None) -> None:
         """Make compute wait for the gathered parameters."""
@@ -113,6 +137,13 @@ class Unit:
         """
         self.not_left.discard(call)
         if not self.not_left and (self.reshard_after_forward or not more_to_come):
+            self.show_sharded()
+            self.release()
+
+    def make_room(self, call: Call, *, more_to_come: bool) -> None:
+        """Release early what backward is done with, unless it could come to be gathered again."""
+        may_return = more_to_come or call.recomputed or self.entered_without_grad
+        if not may_return and self.not_left == {call}:
             self.show_sharded()
             self.release()
 
