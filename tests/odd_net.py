@@ -34,3 +34,9 @@ def make_net(side: Side, dtype: torch.dtype = torch.float32, **options: object) 
 def mean_square(side: Side, net: nn.Module, seed: int) -> Tensor:
     data = side.data(seed, 4, WIDTH)
     return side.mean(lambda rank: net(data[rank]).square().mean())
+
+
+def note_grads(side: Side, net: nn.Module) -> None:
+    """Compare the gradients, None included."""
+    for name, parameter in net.named_parameters():
+        side.note(f"{name}.grad", parameter.grad)

@@ -143,7 +143,7 @@ class OperationsDraw:
         if self.final:
             kind = self.draw.choice(("clip", "scale gradients", "set gradient"))
             target = self.draw.choice(self.parameters) if kind == "set gradient" else ""
-            yield Operation(kind, target=target)
+            yield Operation(kind, target=target, flag=self.maybe(0.5))
 
     def freeze(self) -> Iterator[Operation]:
         if self.final and not self.open and self.floating:

@@ -5,7 +5,6 @@ A module of its own, because ranks import what they run.
 
 from __future__ import annotations
 
-import gc
 import linecache
 import sys
 import types
@@ -45,7 +44,4 @@ def run_script(rank: int, seed: int, text: str) -> list[str]:
         exec(compile(text, file, "exec"), vars(module))
         return module.main(rank)
     finally:
-        # Ranks share what they communicate over with models that are not collected yet, so all
-        # are to have collected the same.
-        gc.collect()
         del sys.modules[name], linecache.cache[file]

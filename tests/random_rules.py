@@ -1,6 +1,6 @@
 """Which cases have an answer: where a plain process says what a sharded model is to do.
 
-Owns these rules, each with its reason, and the list of faults that are known and not mended.
+Owns these rules, each with its reason.
 """
 
 from __future__ import annotations
@@ -11,31 +11,6 @@ from random_case import LAYERS, Block, Call, Case, Operation, Use
 
 #: Strategies under which no unit needs the other ranks to be entered.
 NEVER_GATHERED = ("ddp",)
-
-#: Faults of the core that are known and not mended yet: cases that meet them are not drawn.
-KNOWN: dict[str, str] = {
-    "order under reentrant": "a unit in a reentrant checkpoint is reduced before or after its "
-    "root, by what else a rank uses: ranks disagree on the order",
-    "repeated calls": "where one rank alone uses a layer between two calls of a unit, that rank "
-    "releases the unit and gathers it again in backward, the others do not",
-    "prefetched and not used": "with reshard_after_forward=False a unit that was prefetched and "
-    "skipped keeps what it gathered, also when its weights are written: a stale forward",
-}
-
-
-def known_faults(case: Case) -> Iterator[str]:
-    """The entries of KNOWN that a case may meet."""
-    calls = [call for block in case.blocks for call in block.calls]
-    chooses = bool(case.guards & {"rank", "data"})
-    fails = any(operation.kind == "mishap" for operation in case.operations)
-    keeps = not case.reshard and case.prefetch[0] > 0
-    meets = {
-        "order under reentrant": chooses and "reentrant" in case.checkpoints,
-        "repeated calls": chooses and len({call.block for call in calls}) < len(calls),
-        "prefetched and not used": keeps and (fails or any(call.guard for call in calls)),
-    }
-    yield from (name for name in KNOWN if meets[name])
-
 
 def objections(case: Case) -> Iterator[str]:
     """Why a case has no answer, if so."""
@@ -83,8 +58,6 @@ def _objections_to_operations(case: Case) -> Iterator[str]:
         if operation.kind in ("write", "step", "load", "load full") and in_flight:
             if case.guards & {"rank", "data"}:
                 yield "ranks choose, and may raise at different points"
-            if case.checkpoints:
-                yield "what is recomputed differs, and plain PyTorch does not notice"
             if operation.kind == "step" and case.optimizer == "adamw fused":
                 yield "a fused optimizer writes plain weights without autograd's knowledge"
             if operation.mode == "data":

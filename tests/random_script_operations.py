@@ -106,15 +106,16 @@ def _described(case: Case, operation: Operation) -> tuple[str, str, list[str]]:
 
 
 def _write(operation: Operation, parameter: str) -> tuple[str, str, list[str]]:
+    # Values change: what is written inside `unsharded` is known by that.
     mode, what = operation.mode, f"write {operation.target}"
     if mode == "in place":
-        return what, ", torch.no_grad()", [f"{parameter}.mul_(0.9)"]
+        return what, ", torch.no_grad()", [f"{parameter}.add_(0.125)"]
     if mode == "copy":
-        return what, ", torch.no_grad()", [f"{parameter}.copy_({parameter} * 0.9)"]
+        return what, ", torch.no_grad()", [f"{parameter}.copy_({parameter} * 0.5 + 0.125)"]
     if mode == "data":
-        return what, "", [f"{parameter}.data.mul_(0.9)"]
+        return what, "", [f"{parameter}.data.add_(0.125)"]
     if mode == "unsharded":
-        return what, ", run.unsharded(), torch.no_grad()", [f"{parameter}.mul_(0.9)"]
+        return what, ", run.unsharded(), torch.no_grad()", [f"{parameter}.add_(0.125)"]
     body = ["floating = [p for p in model.parameters() if p.is_floating_point()]"]
     return "write all", ", torch.no_grad()", [*body, "torch._foreach_mul_(floating, 0.95)"]
 

@@ -189,6 +189,7 @@ PLANS: dict[str, Plan] = {
 BF16_PLANS = ("scoped", "unscoped", "unscoped-then-scoped", "two-steps-zeroed")
 
 
+@pytest.mark.behaviour(2, 3, 5)
 @pytest.mark.parametrize("strategy", NAMES)
 @pytest.mark.parametrize(
     ("plan", "bf16"), [*((plan, False) for plan in PLANS), *((plan, True) for plan in BF16_PLANS)]
@@ -212,6 +213,7 @@ def test_ddp_shows_contributions_until_the_last_microbatch() -> None:
         assert [state.kinds for state in states] == [{"RowSplit"}] * 3
 
 
+@pytest.mark.behaviour(1, 2)
 @pytest.mark.parametrize("plan", ["scoped", "unscoped", "unscoped-then-scoped", "two-steps-zeroed"])
 def test_sums_and_divisors_apply_once(plan: str) -> None:
     """A gradient that is Partial("sum") adds up over ranks; grad_divisor divides it once, however
@@ -221,6 +223,7 @@ def test_sums_and_divisors_apply_once(plan: str) -> None:
     check(Placements.zero3("dp"), PLANS[plan], divisor=4.0)
 
 
+@pytest.mark.behaviour(1)
 def test_four_ranks_average() -> None:
     """With more ranks than some parameters have rows, means are over all of them."""
     weights = run_ranks(4, mean_gradients)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from behaving import Side
 from misuses import INPUT, MISUSES, Misuse, sharded
 
 from polyshard.testing import run_ranks
+
+PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
 
 
 def told(rank: int, misuse: Misuse, strategy: str) -> tuple[str, list[str], bool]:
@@ -32,10 +37,13 @@ def told(rank: int, misuse: Misuse, strategy: str) -> tuple[str, list[str], bool
 @pytest.mark.parametrize("strategy", ["zero3", "zero1"])
 @pytest.mark.parametrize("misuse", MISUSES, ids=lambda misuse: misuse.__name__)
 def test_each_is_told(misuse: Misuse, strategy: str) -> None:
-    """Every rank gets the error, with the unit, the parameter and the remedy; others go on."""
+    """Every rank gets the error, with the unit, the parameter and the remedy, and finds it on the
+    page of errors; other models go on."""
+    quoted = re.findall(r"\*\*`(.+?)`\*\*", PAGE.read_text())
     kind, fragments = MISUSES[misuse]
     for said, kinds, goes_on in run_ranks(2, told, misuse, strategy):
         assert kind.__name__ in kinds, said
         for fragment in fragments:
             assert fragment in said
+        assert any(quote in said for quote in quoted), said
         assert goes_on

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from behaving import Side, compare, over_strategies
-from odd_net import Net, make_net, mean_square
+from odd_net import Net, make_net, mean_square, note_grads
 from strategies import mesh_for
 from torch import nn
 
@@ -48,7 +48,7 @@ def average(side: Side, name: str, shape: tuple[int, ...], divisor: float) -> No
             loss = mean_square(side, net, seed)
         (loss if side.sharded else loss * factor).backward()
         if is_last:
-            side.note_model(net)
+            note_grads(side, net)
 
 
 @pytest.mark.behaviour(1, 2, 3)
@@ -57,11 +57,11 @@ def average(side: Side, name: str, shape: tuple[int, ...], divisor: float) -> No
     ("name", "shape"),
     [
         *((name, (ranks,)) for name in ("zero3", "ddp", "zero1-sum") for ranks in (1, 3)),
-        *((name, shape) for name in ("hfsdp", "hsdp-sum") for shape in ((2, 2), (1, 2))),
+        *((name, shape) for name in ("hfsdp", "hsdp-sum") for shape in ((2, 2),)),
     ],
 )
 def test_averages_sums_and_divisors(name: str, shape: tuple[int, ...], divisor: float) -> None:
-    """On 1, 2, 3 and 4 ranks, sharded axes average, Partial ones do as they say, and grad_divisor
+    """On 1, 3 and 4 ranks, sharded axes average, Partial ones do as they say, and grad_divisor
     divides once: in scopes, without, and both in turns."""
     ranks = torch.Size(shape).numel()
     # Each side makes its own mesh: the strategy's name is not used.
@@ -74,7 +74,7 @@ def half_of_the_loss_twice(side: Side) -> None:
         loss = mean_square(side, net, step)
         (loss * 0.5).backward(retain_graph=True)
         loss.backward(torch.tensor(0.5))
-        side.note_model(net)
+        note_grads(side, net)
         if step == 1:
             net.zero_grad()
 
@@ -166,7 +166,8 @@ def train_between(side: Side, what: str, before_step: bool, scoped: bool) -> Non
             loss.backward()
         if before_step:
             BETWEEN[what](side, net)
-        side.note_model(net)
+        if step % 3 == 0:
+            note_grads(side, net)
         optimizer.step()
         if not before_step:
             BETWEEN[what](side, net)

@@ -95,6 +95,7 @@ def _every_order(rank: int, strategy: Strategy, shape: tuple[int, ...]) -> dict[
     return clipped_in_every_way(model, clip_grad_norm_)
 
 
+@pytest.mark.behaviour(22)
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_every_order(name: str, shape: tuple[int, ...]) -> None:
     """Norm and clipped gradients are those of a plain process, by any order of the norm."""
@@ -209,6 +210,7 @@ def _several_meshes(rank: int) -> tuple[Tensor, dict[str, int], dict[str, Tensor
     return norm, calls, whole_grads(model)
 
 
+@pytest.mark.behaviour(22)
 def test_several_meshes() -> None:
     """Sharded, replicated and plain gradients count together, in one collective for each mesh."""
     model = make_mixed()

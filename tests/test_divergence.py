@@ -75,6 +75,7 @@ def take_a_branch(rank: int, branch: Branch) -> str:
     return str(error.value)
 
 
+@pytest.mark.behaviour(11)
 @pytest.mark.parametrize(
     ("ranks", "branch"),
     [

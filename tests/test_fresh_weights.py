@@ -163,6 +163,7 @@ def run_sharded(rank: int, scenario: Scenario, strategy: str, reshard: bool) -> 
     return scenario(model)
 
 
+@pytest.mark.behaviour(4, 5)
 @pytest.mark.parametrize(
     ("strategy", "reshard"),
     [("zero3", True), ("zero3", False), ("ddp", True), ("zero1", True), ("hfsdp", True)],
@@ -201,6 +202,7 @@ def write_between_microbatches(rank: int, strategy: str) -> list[tuple[Tensor, T
     return seen
 
 
+@pytest.mark.behaviour(4)
 @pytest.mark.parametrize("strategy", NAMES)
 def test_copies_in_another_dtype_are_renewed_inside_a_window(strategy: str) -> None:
     """Weights that change between microbatches are cast and gathered anew."""

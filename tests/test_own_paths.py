@@ -182,6 +182,7 @@ def make_chain() -> Chain:
     return Chain(8)
 
 
+@pytest.mark.behaviour(11)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("strategy", ["zero3", "zero1", "hfsdp", "ddp"])
 def test_gradients_are_those_of_one_process(strategy: str, scenario: Scenario) -> None:
@@ -264,6 +265,7 @@ def complex_by_choice(rank: int, strategy: str) -> dict[str, Tensor | None]:
     return gradients(model)
 
 
+@pytest.mark.behaviour(10, 11)
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 def test_a_complex_parameter_that_some_ranks_used(strategy: str) -> None:
     """It counts as zero on the others, as a real one does."""
@@ -288,6 +290,7 @@ def keep_a_gradient(rank: int, strategy: str) -> tuple[Tensor, Tensor, dict[str,
     return before, kept.full_tensor(), gradients(model)
 
 
+@pytest.mark.behaviour(5)
 @pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
 def test_a_gradient_that_was_taken_away_keeps_its_values(strategy: str) -> None:
     """What was `.grad` belongs to its keeper once another gradient takes its place."""

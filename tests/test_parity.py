@@ -51,6 +51,7 @@ def _train(
 _train_plain = lru_cache(train_plain)
 
 
+@pytest.mark.behaviour(2, 3, 6)
 @pytest.mark.parametrize(("strategy", "shape", "how"), CASES)
 def test_ten_steps_follow_a_plain_process(
     strategy: str, shape: tuple[int, ...], how: Training

@@ -57,6 +57,7 @@ def load(rank: int, layout: str, path: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.behaviour(33)
 @pytest.mark.parametrize("target", ["last_empty", "replicated", "both_axes", "one_of_four"])
 @pytest.mark.parametrize("source", ["uneven", "hybrid", "permuted"])
 def test_checkpoints_move_between_splits(source: str, target: str, tmp_path: Path) -> None:

@@ -352,6 +352,7 @@ def check_operations(rank: int, layout: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.behaviour(7)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_operations_are_right_or_refused(layout: str) -> None:
     """Each of many operations gives what it gives on the whole tensor, or is refused by name."""

@@ -107,6 +107,7 @@ def check_optimizer(rank: int, layout: str, name: str, way: dict[str, Any]) -> l
     return wrong
 
 
+@pytest.mark.behaviour(7, 33)
 @pytest.mark.parametrize(("name", "way"), WAYS)
 @pytest.mark.parametrize("layout", ["last_empty", "both_axes"])
 def test_elementwise_optimizers(layout: str, name: str, way: dict[str, Any]) -> None:
@@ -180,6 +181,7 @@ def check_grad_scaler(rank: int, layout: str, way: dict[str, Any]) -> list[str]:
     return wrong
 
 
+@pytest.mark.behaviour(33)
 @pytest.mark.parametrize("way", [{}, {"fused": True}], ids=["default", "fused"])
 @pytest.mark.parametrize("layout", ["last_empty", "hybrid", "both_axes"])
 def test_grad_scaler_agrees_over_ranks(layout: str, way: dict[str, Any]) -> None:

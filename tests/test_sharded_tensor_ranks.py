@@ -79,6 +79,7 @@ def check_different_splits(rank: int) -> list[str]:
     return wrong + [d for t in (one, other, replicated) if (d := differs(t, full))]
 
 
+@pytest.mark.behaviour(7)
 def test_tensors_that_lie_differently_do_not_mix() -> None:
     """Operands with other rows, other placements or of plain DTensor type are refused."""
     assert run_ranks(2, check_different_splits) == [[], []]
@@ -114,6 +115,7 @@ def check_redistribute(rank: int, layout: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.behaviour(7)
 @pytest.mark.parametrize("layout", ["uneven", "replicated", "hybrid", "both_axes"])
 def test_redistribute_to_every_other_placement(layout: str) -> None:
     """redistribute gives the same values under any split, from any split or pending sum."""
@@ -208,6 +210,7 @@ def check_partial(rank: int, operation: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.behaviour(7)
 @pytest.mark.parametrize("operation", ["sum", "avg"])
 def test_pending_sums_allow_linear_operations_only(operation: str) -> None:
     """What runs on a gradient placed Partial keeps its sum right; the rest is refused."""
@@ -258,6 +261,7 @@ def check_whole_copy(rank: int, layout: str) -> list[str]:
     return [p for p in (*problems, differs(module.weight.detach(), full)) if p]
 
 
+@pytest.mark.behaviour(7)
 @pytest.mark.parametrize("layout", ["uneven", "replicated", "both_axes"])
 def test_copy_takes_in_a_whole_tensor(layout: str) -> None:
     """copy_ and load_state_dict from a plain whole tensor give every rank its rows."""
@@ -285,6 +289,7 @@ def check_torch_state_dicts(rank: int, layout: str) -> list[str]:
     return [problem for problem in wrong if problem]
 
 
+@pytest.mark.behaviour(33)
 @pytest.mark.parametrize("layout", ["uneven", "first_empty", "hybrid", "both_axes"])
 def test_torch_state_dict_functions(layout: str) -> None:
     """PyTorch's get and set_model_state_dict handle whole state dicts, or are refused."""

@@ -61,6 +61,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*flat)
 
 
+@pytest.mark.behaviour(7, 10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_full_tensor_of_every_dtype_and_shape(layout: str) -> None:
     """full_tensor gives the bits of the whole, for uneven and empty shards of every dtype."""
@@ -100,6 +101,7 @@ def check_scalars(rank: int, layout: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.behaviour(7, 10)
 @pytest.mark.parametrize("layout", ["uneven", "both_axes"])
 def test_tensors_without_dims(layout: str) -> None:
     """A 0-D tensor behaves as one, whichever rank holds it."""
@@ -132,6 +134,7 @@ def check_reductions_by_dtype(rank: int, layout: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.behaviour(7)
 @pytest.mark.parametrize("layout", ["uneven", "last_empty", "both_axes"])
 def test_reductions_of_every_dtype(layout: str) -> None:
     """Reductions give the plain result and dtype, or on every rank the plain error."""

@@ -128,6 +128,7 @@ def check(plans: list[Plan], strategy: str, *, scoped: bool = True) -> list[Seen
     return seen
 
 
+@pytest.mark.behaviour(11)
 @pytest.mark.parametrize("strategy", NAMES)
 def test_what_nobody_used_keeps_none(strategy: str) -> None:
     """Parameters inside an entered unit, and a whole unit, that no rank used keep grad None; in
@@ -143,6 +144,7 @@ def test_what_nobody_used_keeps_none(strategy: str) -> None:
     }
 
 
+@pytest.mark.behaviour(11)
 @pytest.mark.parametrize("scoped", [True, False], ids=["scoped", "unscoped"])
 @pytest.mark.parametrize("strategy", NAMES)
 @pytest.mark.parametrize(
@@ -163,6 +165,7 @@ def test_what_some_ranks_used_counts_as_zero_on_the_others(
     check(plans, strategy, scoped=scoped)
 
 
+@pytest.mark.behaviour(11)
 @pytest.mark.parametrize("scoped", [True, False], ids=["scoped", "unscoped"])
 @pytest.mark.parametrize(
     "plans",

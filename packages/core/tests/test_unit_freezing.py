@@ -95,6 +95,7 @@ class TestFreezing:
         assert_same_grads(model, reference)
 
 
+@pytest.mark.behaviour(8)
 def test_accumulating_across_it(pair: Pair) -> None:
     """A parameter that was frozen between two backwards keeps what it had accumulated."""
     model, reference = pair
@@ -110,6 +111,7 @@ def test_accumulating_across_it(pair: Pair) -> None:
     assert_same_grads(model, reference)
 
 
+@pytest.mark.behaviour(8)
 def test_everything_frozen(pair: Pair) -> None:
     """A model without any trained parameter runs, and gives gradients of its input."""
     model, reference = pair

@@ -310,7 +310,7 @@ def _refuse_owned(parameter: nn.Parameter, slots: Sequence[Slot], module: str) -
     places = [(id(slot.holder), slot.name) for slot in known.slots]
     remedy = "tied parameters must belong to one unit: leave both users to a common ancestor"
     if any((id(slot.holder), slot.name) in places for slot in slots):
-        remedy = "call fully_shard bottom-up, on a module before the one that contains it"
+        remedy = "call fully_shard bottom-up, and leave what two units share to a common ancestor"
     raise UnsupportedError(
         f"parameter {slots[0].path!r} of {module} is {known.name!r} of unit {unit.name!r} already; "
         f"{remedy}."

@@ -56,7 +56,7 @@ class BackwardPass:
             self._reduce(unit)
         while self._until < len(self._order):
             following = self._units[self._order[self._until]]
-            if _takes_part(following) and following.index not in self.reduced:
+            if following.index not in self.reduced and _may_take_part(following):
                 if following.index not in self.done:
                     return
                 self._reduce(following)
@@ -87,6 +87,11 @@ class BackwardPass:
         self._in_flight.append(unit)
         while len(self._in_flight) > REDUCTIONS_IN_FLIGHT:
             self._in_flight.popleft().release_inputs()
+
+
+def _may_take_part(unit: Unit) -> bool:
+    """The same, while the backward runs and may come to recompute the unit."""
+    return _takes_part(unit) or (unit.trainable and unit.entered_without_grad)
 
 
 def _takes_part(unit: Unit) -> bool:

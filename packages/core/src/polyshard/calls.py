@@ -71,25 +71,10 @@ class EnteredCalls:
         if call.recomputed:
             self._by_task.setdefault(task, []).append(call)
 
-    def passed(self, moment: int, *, gathered: bool = True) -> Iterator[Call]:
-        """Backward reached what was there at ``moment``: the calls that it has left by that, the
-        latest first.
-
-        Args:
-            gathered: include those of units that are gathered; the others' are always.
-        """
-        kept: list[Call] = []
+    def passed(self, moment: int) -> Iterator[Call]:
+        """Backward reached what was there at ``moment``: the calls that it has left by that."""
         while self._by_start and self._by_start[-1].start > moment:
-            call = self._by_start.pop()
-            if gathered or not call.unit.is_collective:
-                yield call
-            else:
-                kept.append(call)
-        self._by_start += reversed(kept)
-
-    def behind(self, moment: int) -> list[Call]:
-        """The calls that backward has left by then, and that were not taken out."""
-        return [call for call in self._by_start if call.start > moment]
+            yield self._by_start.pop()
 
     def ended(self, task: int) -> Iterator[Call]:
         """A nested backward ended, and with it the calls that were recomputed for it."""

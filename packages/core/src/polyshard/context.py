@@ -25,6 +25,7 @@ from .sharded_tensor import dispatch_is_honoured
 from .spi import Traffic
 from .transport import Transport
 from .unit import Unit
+from .unit import unit_of as unit_of
 
 
 class FsdpContext:
@@ -134,6 +135,7 @@ class FsdpContext:
             # Queues the end of backward on the outermost task, where a reentrant checkpoint runs
             # this before any of our backward hooks.
             self.enter_backward()
+            unit.entered_forward |= torch.is_grad_enabled()
             unit.submit_gather(forward=False)
             unit.await_gather()
             return True
@@ -141,9 +143,8 @@ class FsdpContext:
             self._begin_forward(unit)
         unit.submit_gather(forward=True)
         policy = unit.schedule
-        ahead = self._forward_order.ahead(
-            unit, units=policy.forward_units, elements=policy.forward_elements
-        )
+        units, elements = policy.forward_units, policy.forward_elements
+        ahead = self._forward_order.ahead(unit, units=units, elements=elements)
         for other in ahead:
             other.submit_gather(forward=True)
         unit.entered_forward |= torch.is_grad_enabled()
@@ -248,12 +249,13 @@ class FsdpContext:
         if torch.is_grad_enabled():
             # create_graph: what this backward computes with these weights has a backward, too.
             unit.pinned = self._graph_is_kept = True
-        # First, to make room; but what another call of this unit had is still of use. Units that
-        # are gathered are left only where another one is entered, as on all ranks alike: what a
-        # rank uses of the units in between is its own affair.
-        _leave(_entered.passed(moment, gathered=is_new and unit.is_collective))
-        for other_call in _entered.behind(moment):
-            context_of(other_call.unit)._make_room(other_call)
+        # First, to make room; but what another call of this unit had is still of use. What a rank
+        # uses of a unit in between is its own affair: all ranks are where a call is entered of a
+        # unit that gathers.
+        everywhere = is_new and unit.is_collective
+        _leave(_entered.passed(moment), everywhere=everywhere)
+        if everywhere:
+            _rest()
         if is_new:
             _entered.enter(call, current_graph_task())
         # Recomputation inside the unit looks its parameters up.
@@ -266,25 +268,23 @@ class FsdpContext:
         unit.submit_gather(forward=False)
         policy = unit.schedule
         assert self._backward_order is not None
-        ahead = self._backward_order.ahead(
-            unit, units=policy.backward_units, elements=policy.backward_elements
-        )
+        units, elements = policy.backward_units, policy.backward_elements
+        ahead = self._backward_order.ahead(unit, units=units, elements=elements)
         for other in ahead:
             if not other.entered_backward:
                 other.submit_gather(forward=False)
         unit.await_gather()
 
-    def _make_room(self, call: Call) -> None:
-        open_calls = sum(other.open_calls[id(call.unit)] for other in self._open_passes)
-        call.unit.make_room(call, more_to_come=open_calls > 1)
-
-    def leave_call(self, call: Call) -> None:
+    def leave_call(self, call: Call, *, everywhere: bool) -> None:
         """Backward has run all that the call computed: what gradients it gives are there."""
         call.uncount()
         unit = call.unit
         more_to_come = any(other.open_calls[id(unit)] for other in self._open_passes)
-        unit.leave(call, more_to_come=more_to_come)
+        unit.leave(call, more_to_come=more_to_come, everywhere=everywhere)
+        if unit.may_rest:
+            _left[unit] = None
         more_in_pass = not call.recomputed and call.forward_pass.open_calls[id(unit)]
+        more_in_pass = more_in_pass or (call.recomputed and not unit.is_collective)
         is_done = not (unit.not_left or more_in_pass or (more_to_come and self._joint))
         # Roots reduce in the reverse order of their forwards.
         later_open = any(
@@ -331,7 +331,8 @@ class FsdpContext:
     def _close_passes(self, backward: BackwardPass) -> None:
         waiting = [other for other in self._open_passes if other not in backward.covered]
         if any(other.open_calls.total() for other in waiting):
-            self._joint = False
+            # Where units may be used by some ranks only, those that do must not reduce them twice.
+            self._joint = any(unit.trainable and not unit.is_collective for unit in self.units)
         elif len(backward.covered) > 1:
             self._joint = True
         self._open_passes = [] if backward.final else waiting
@@ -362,6 +363,7 @@ class FsdpContext:
 _contexts_by_unit: weakref.WeakKeyDictionary[Unit, FsdpContext] = weakref.WeakKeyDictionary()
 _contexts: weakref.WeakSet[FsdpContext] = weakref.WeakSet()
 _entered = EnteredCalls()
+_left: dict[Unit, None] = {}  # by the backward that runs, and not released for sure
 _active: list[FsdpContext] = []  # those that take part in the backward that runs
 
 
@@ -373,24 +375,26 @@ def register_unit(module: nn.Module, unit: Unit) -> FsdpContext:
     return context
 
 
-def unit_of(module: nn.Module) -> Unit | None:
-    """The unit of a module, or None if it is none."""
-    return module.__dict__.get("_polyshard_unit")
-
-
 def context_of(unit: Unit) -> FsdpContext:
     """The context a unit runs under."""
     return _contexts_by_unit[unit]
 
 
-def _leave(calls: Iterable[Call]) -> None:
+def _leave(calls: Iterable[Call], *, everywhere: bool) -> None:
     for call in calls:
-        context_of(call.unit).leave_call(call)
+        context_of(call.unit).leave_call(call, everywhere=everywhere)
+
+
+def _rest() -> None:
+    for unit in _left:
+        unit.rest()
+    _left.clear()
 
 
 def _finish_active() -> None:
-    _leave(_entered.passed(-1))
+    _leave(_entered.passed(-1), everywhere=True)
     _entered.clear()
+    _left.clear()
     # In the reverse order of their forwards, the same on every rank.
     contexts = sorted(_active, key=lambda context: -context.sequence)
     _active.clear()
@@ -401,6 +405,7 @@ def _finish_active() -> None:
 def _drop_failed_backward() -> None:
     if _active and not _session.running:
         _entered.clear()
+        _left.clear()
         failed = list(_active)
         _active.clear()
         for context in failed:
@@ -410,5 +415,5 @@ def _drop_failed_backward() -> None:
 _session = BackwardSession(
     on_end=_finish_active,
     on_failure=_drop_failed_backward,
-    on_nested_end=lambda task: _leave(_entered.ended(task)),
+    on_nested_end=lambda task: _leave(_entered.ended(task), everywhere=True),
 )

@@ -39,6 +39,12 @@ def _examine(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
                     _refuse_whole(optimizer, parameter)
                 continue
             grad = parameter.grad
+            if isinstance(grad, ShardedTensor) and grad._geometry.is_partial:
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__}.step(): the gradient of {parameter._name!r} waits "
+                    "for the last microbatch: it is a sum on this rank only. Step after the "
+                    "backward of a forward inside `with microbatch(module, is_last=True):`."
+                )
             if grad is not None and grad.dtype != parameter.dtype and not mixed:
                 raise UnsupportedError(
                     f"{type(optimizer).__name__}.step(): the main weight of {parameter._name!r} is "

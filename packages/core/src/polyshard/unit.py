@@ -18,7 +18,7 @@ from .group import ParameterGroup
 from .parameter import ManagedParameter
 from .precision import MixedPrecisionPolicy
 from .schedule import SchedulePolicy
-from .structure import Named, Structure
+from .structure import UNIT, Named, Structure
 from .transport import Transport
 
 
@@ -65,6 +65,7 @@ class Unit:
         self.call: Call | None = None  # the latest, if gradients are recorded
         self.entered_calls: set[Call] = set()  # in the backward that runs
         self.not_left: set[Call] = set()  # those of them that it has not left
+        self.may_rest = False  # it has left some, and not released the weights since
 
     def rename(self, name: str) -> None:
         """Take the name that the root knows the unit by; the same on every rank."""
@@ -129,21 +130,24 @@ class Unit:
         for group in self.groups:
             group.release(copies=copies)
 
-    def leave(self, call: Call, *, more_to_come: bool) -> None:
+    def leave(self, call: Call, *, more_to_come: bool, everywhere: bool) -> None:
         """Backward is done with a call: whatever used the weights in it has run.
 
         Args:
             more_to_come: other calls of this unit wait for their backward.
+            everywhere: all ranks are at this point, so that what is released and then gathered
+                again is so on all of them. Else only what cannot come again is released now.
         """
         self.not_left.discard(call)
-        if not self.not_left and (self.reshard_after_forward or not more_to_come):
-            self.show_sharded()
-            self.release()
+        comes_again = more_to_come or call.recomputed or self.entered_without_grad
+        self.may_rest = self.reshard_after_forward or not more_to_come
+        if everywhere or not comes_again:
+            self.rest()
 
-    def make_room(self, call: Call, *, more_to_come: bool) -> None:
-        """Release early what backward is done with, unless it could come to be gathered again."""
-        may_return = more_to_come or call.recomputed or self.entered_without_grad
-        if not may_return and self.not_left == {call}:
+    def rest(self) -> None:
+        """Release what backward has left."""
+        if self.may_rest and not self.not_left:
+            self.may_rest = False
             self.show_sharded()
             self.release()
 
@@ -242,6 +246,7 @@ class Unit:
         """Forget where the backward that ends stood."""
         self.show_sharded()
         self.not_left.clear()
+        self.may_rest = False
         self.entered_calls.clear()
 
     def abandon(self) -> None:
@@ -252,3 +257,8 @@ class Unit:
             group.gradients.abandon()
         self.end_backward()
         self.release(copies=True)
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that a module is, or None."""
+    return vars(module).get(UNIT)
