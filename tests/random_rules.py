@@ -12,6 +12,7 @@ from random_case import LAYERS, Block, Call, Case, Operation, Use
 #: Strategies under which no unit needs the other ranks to be entered.
 NEVER_GATHERED = ("ddp",)
 
+
 def objections(case: Case) -> Iterator[str]:
     """Why a case has no answer, if so."""
     root = case.root
@@ -23,7 +24,10 @@ def objections(case: Case) -> Iterator[str]:
             yield "ranks choose, and inputs need no gradient"
         if not (root.unit and _begins_with_a_layer(root)):
             yield "ranks choose, and a backward of the whole need not reach the root"
+    chooses = bool(case.guards & {"rank", "data"})
     for block in case.blocks:
+        if chooses and "reentrant" in case.checkpoints and _may_hand_on(block):
+            yield "a unit hands on what it was given, a leaf in a reentrant checkpoint"
         for call in block.calls:
             gathers = case.strategy not in NEVER_GATHERED and _has_unit(case, call.block)
             if call.guard in ("rank", "data") and gathers:
@@ -84,6 +88,16 @@ def always_trains(block: Block) -> bool:
         isinstance(step, Use) and step.layer in trainable and not (step.guard or step.no_grad)
         for step in block.steps
     )
+
+
+def _may_hand_on(block: Block) -> bool:
+    """Whether it is a unit that may return what it was given."""
+    kinds = {layer.name: layer.kind for layer in block.layers}
+    computes = any(
+        isinstance(step, Use) and not step.guard and LAYERS[kinds[step.layer]].used
+        for step in block.steps
+    )
+    return block.unit and block.takes != "nothing" and not computes
 
 
 def _begins_with_a_layer(root: Block) -> bool:

@@ -132,7 +132,6 @@ def lazy(rank: int) -> Request:
     return on(nn.LazyLinear(2))
 
 
-
 def with_tensor_parallelism(rank: int) -> Request:
     module = nn.Linear(3, 2)
     weight = distribute_tensor(module.weight.detach(), make_mesh(), [Shard(0)])

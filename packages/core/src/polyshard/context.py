@@ -137,15 +137,14 @@ class FsdpContext:
             self.enter_backward()
             unit.entered_forward |= torch.is_grad_enabled()
             unit.submit_gather(forward=False)
+            self._gather_ahead(unit)
             unit.await_gather()
             return True
         if self._root is None or self._root is unit:
             self._begin_forward(unit)
         unit.submit_gather(forward=True)
-        policy = unit.schedule
-        units, elements = policy.forward_units, policy.forward_elements
-        ahead = self._forward_order.ahead(unit, units=units, elements=elements)
-        for other in ahead:
+        units, elements = unit.schedule.forward_units, unit.schedule.forward_elements
+        for other in self._forward_order.ahead(unit, units=units, elements=elements):
             other.submit_gather(forward=True)
         unit.entered_forward |= torch.is_grad_enabled()
         unit.entered_without_grad |= not torch.is_grad_enabled()
@@ -236,9 +235,7 @@ class FsdpContext:
         """Backward is about to use the weights in ``groups`` for a call of their unit.
 
         At first all of the unit is gathered; what was released since only where it is used again.
-
-        Args:
-            moment: the tick at which what it reaches now was there.
+        What it reaches now was there at the tick ``moment``.
         """
         unit = call.unit
         self.enter_backward(None if call.recomputed else call.forward_pass)
@@ -266,14 +263,18 @@ class FsdpContext:
             unit.await_gather(released)
             return
         unit.submit_gather(forward=False)
-        policy = unit.schedule
-        assert self._backward_order is not None
-        units, elements = policy.backward_units, policy.backward_elements
-        ahead = self._backward_order.ahead(unit, units=units, elements=elements)
-        for other in ahead:
-            if not other.entered_backward:
-                other.submit_gather(forward=False)
+        self._gather_ahead(unit)
         unit.await_gather()
+
+    def _gather_ahead(self, unit: Unit) -> None:
+        """Backward comes to a unit, by recomputing it or by its outputs: once for each."""
+        if unit.met_in_backward or self._backward_order is None:
+            return
+        unit.met_in_backward = True
+        units, elements = unit.schedule.backward_units, unit.schedule.backward_elements
+        for other in self._backward_order.ahead(unit, units=units, elements=elements):
+            if not other.met_in_backward:
+                other.submit_gather(forward=False)
 
     def leave_call(self, call: Call, *, everywhere: bool) -> None:
         """Backward has run all that the call computed: what gradients it gives are there."""

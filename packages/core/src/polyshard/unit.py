@@ -65,6 +65,7 @@ class Unit:
         self.call: Call | None = None  # the latest, if gradients are recorded
         self.entered_calls: set[Call] = set()  # in the backward that runs
         self.not_left: set[Call] = set()  # those of them that it has not left
+        self.met_in_backward = False  # by the backward that runs: recomputed, or a call entered
         self.may_rest = False  # it has left some, and not released the weights since
 
     def rename(self, name: str) -> None:
@@ -246,7 +247,7 @@ class Unit:
         """Forget where the backward that ends stood."""
         self.show_sharded()
         self.not_left.clear()
-        self.may_rest = False
+        self.may_rest = self.met_in_backward = False
         self.entered_calls.clear()
 
     def abandon(self) -> None:
