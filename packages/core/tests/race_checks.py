@@ -87,12 +87,21 @@ def checks(mesh: MeshFor) -> Iterator[Callable[[], object]]:
 
 def run_on_two_ranks() -> None:
     """What needs a peer: whole runs on this process and one that is forked for it."""
+    on_two_ranks(_runs)
+
+
+def _runs(mesh: MeshFor) -> None:
+    for strategy, program in FOR_TWO_RANKS:
+        run(program, strategy, Policy.EARLY, mesh=mesh(strategy), timeout=5.0)
+
+
+def on_two_ranks(body: Callable[[MeshFor], object]) -> None:
+    """Run ``body`` on this process, as rank 0, and on one that is forked for it, as rank 1."""
     with tempfile.TemporaryDirectory() as folder:
         peer = os.fork()
         try:
             with _world(dist.FileStore(f"{folder}/store", 2), int(not peer), 2, (2, 1)) as mesh:
-                for strategy, program in FOR_TWO_RANKS:
-                    run(program, strategy, Policy.EARLY, mesh=mesh(strategy), timeout=5.0)
+                body(mesh)
             status = os.waitpid(peer, 0)[1] if peer else 0
         except BaseException:
             if peer:

@@ -36,7 +36,7 @@ class TestList:
         is left out by one mutant, and nothing else is changed."""
         listed = {(mutant.module, mutant.line) for mutant in race_mutants.mutants()}
         pattern = re.compile(r"\.(wait|settle|join|release)\((?!.*\bfor\b)")
-        for path in race_mutants.SOURCE.glob("*.py"):
+        for path in race_mutants.sources():
             for number, line in enumerate(path.read_text().splitlines(), start=1):
                 if pattern.search(line) and not re.search(r"['\"]\S*\.join\(|def |\"\"\"", line):
                     assert (f"polyshard.{path.stem}", number) in listed, f"{path.name}:{number}"
