@@ -103,7 +103,7 @@ def _refusals(rank: int) -> None:
     with microbatch(model, is_last=False):
         loss_of(model, *batch_of(rank, 0)).backward()
     grads = [p.grad for p in model.parameters()]
-    with pytest.raises(UnsupportedError, match=r"fully_shard_optimizer\(optimizer\)"):
+    with pytest.raises(UnsupportedError, match="last microbatch"):
         optimizer.step()
     fully_shard_optimizer(optimizer)
     with pytest.raises(UnsupportedError, match="last microbatch"):
@@ -113,6 +113,8 @@ def _refusals(rank: int) -> None:
         assert torch.equal(value, before[name])
     with microbatch(model, is_last=True):
         loss_of(model, *batch_of(rank, 1)).backward()
+    with pytest.raises(UnsupportedError, match=r"fully_shard_optimizer\(optimizer\)"):
+        SGD(model.parameters(), lr=0.1).step()
     optimizer.step()
     assert not torch.equal(full_state_dict(model)["head.weight"], before["head.weight"])
 
