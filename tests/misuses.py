@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -87,6 +88,31 @@ def indexing(side: Side) -> None:
     model.last.weight[0]
 
 
+class TiedOutside(nn.Module):
+    """Its head, in no unit, has the weight of its body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.head.weight = self.body.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def tied_outside(side: Side) -> None:
+    model = TiedOutside()
+    side.shard(model.body)
+    model(torch.ones(2, 4))
+
+
+def kept_from_before(side: Side) -> None:
+    model = Model()
+    weight = model.last.weight
+    sharded(side, model)
+    weight.mul(2.0)
+
+
 def method_of_no_unit(side: Side) -> None:
     register_forward_method(sharded(side).last, "forward")
 
@@ -154,8 +180,9 @@ def assigned_state(side: Side) -> None:
 
 
 def written_in_forward(side: Side) -> None:
-    model = nn.Embedding(5, 4, max_norm=0.1)
+    model = nn.Embedding(5, 4)
     side.shard(model)
+    model.max_norm = 0.1
     model(torch.arange(5))
 
 
@@ -224,6 +251,31 @@ def tied_over_units(side: Side) -> None:
     side.shard(model.block, model)
 
 
+def renormalising(side: Side) -> None:
+    side.shard(nn.Sequential(nn.EmbeddingBag(5, 4, max_norm=0.1)))
+
+
+def nested_parameter(side: Side) -> None:
+    model = nn.Linear(2, 2)
+    rows = [torch.ones(1), torch.ones(2)]
+    with warnings.catch_warnings(action="ignore"):  # PyTorch calls nested tensors a prototype
+        model.bias = nn.Parameter(torch.nested.nested_tensor(rows))
+    side.shard(model)
+
+
+def quantized_parameter(side: Side) -> None:
+    model = nn.Linear(2, 2)
+    values = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    model.bias = nn.Parameter(values, requires_grad=False)
+    side.shard(model)
+
+
+def sparse_parameter(side: Side) -> None:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.eye(2).to_sparse())
+    side.shard(model)
+
+
 def lazy_layer(side: Side) -> None:
     side.shard(nn.LazyLinear(2))
 
@@ -273,6 +325,11 @@ MISUSES: dict[Misuse, tuple[type[Exception], list[str]]] = {
     ),
     forward_by_name: (UnsupportedError, ["'first.weight' of unit 'Model'", "its unit's forward"]),
     indexing: (UnsupportedError, ["'last.weight' of unit 'Model'", "full_tensor()"]),
+    tied_outside: (UnsupportedError, ["linear got the whole weight 'weight' of unit 'Linear'"]),
+    kept_from_before: (
+        UnsupportedError,
+        ["mul got the whole weight 'last.weight' of unit 'Model'", "released outside of forwards"],
+    ),
     method_of_no_unit: (UnsupportedError, ["give the module to fully_shard before"]),
     method_that_is_none: (UnsupportedError, ["nothing of that name", "its class defines"]),
     method_that_is_a_generator: (UnsupportedError, ["hands out a generator", "runs to its end"]),
@@ -307,6 +364,10 @@ MISUSES: dict[Misuse, tuple[type[Exception], list[str]]] = {
     sharded_twice: (UnsupportedError, ["this Model was already given to fully_shard"]),
     parent_first: (UnsupportedError, ["'block.0.weight' of unit 'Model' already", "bottom-up"]),
     tied_over_units: (UnsupportedError, ["'0.weight' of unit", "to a common ancestor"]),
+    renormalising: (UnsupportedError, ["'0.weight' of Sequential", "max_norm=0.1", "ignored_para"]),
+    nested_parameter: (UnsupportedError, ["'bias' of Linear is a nested tensor", "strided"]),
+    quantized_parameter: (UnsupportedError, ["'bias' of Linear is quantized (torch.qint8)"]),
+    sparse_parameter: (UnsupportedError, ["'weight' of Linear has layout torch.sparse_coo"]),
     lazy_layer: (UnsupportedError, ["is not initialised", "run the lazy module once"]),
     no_such_axis: (ValueError, ["the mesh has no axis 'data'", "its axes are"]),
     microbatch_without_units: (UnsupportedError, ["Model has no units", "call fully_shard before"]),

@@ -52,6 +52,8 @@ def _objections_to_operations(case: Case) -> Iterator[str]:
     for index, operation in enumerate(case.operations):
         if operation.kind in ("forward", "mishap") and not operation.last and not case.root.unit:
             yield "each of several roots counts only the microbatches that it took part in"
+        if operation.mode == "backward" and case.guards & {"rank", "data"}:
+            yield "ranks choose, and may raise at different points"
         if operation.kind == "forward" and operation.target:
             block = next(b for b in case.blocks if case.path(b.name) == operation.target)
             if not (block.unit and always_trains(block)):

@@ -67,7 +67,7 @@ def state_of(root: Any) -> list[Any]:
             if tensor is not None:
                 state.append((path, name, *_tensor_state(tensor)))
     if not isinstance(root, torch.jit.ScriptModule):
-        state.append(list(root.state_dict()))
+        state.append(list(root.state_dict(keep_vars=True)))
     return state
 
 

@@ -56,6 +56,7 @@ def test_another_collective_is_named() -> None:
         assert f"rank {rank} is at" in said
         assert f"rank {1 - rank} is at" in said
         assert "'blocks.1 (float32): " in said
+        assert "the data, and for models that differ." in said  # polyshard's words, not gloo's
 
 
 def stay_away(rank: int) -> str:

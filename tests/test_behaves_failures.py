@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
+import time
+import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -10,6 +14,8 @@ from behaving import Side, compare, over_strategies
 from stacked import Stack, make_stack, run_steps, sharded, square
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from polyshard.testing import run_ranks
 
 
 class Mishap(Exception):
@@ -197,3 +203,114 @@ def failing_second_derivatives(side: Side) -> None:
 def test_an_exception_in_second_derivatives(strategy: str) -> None:
     """A backward that fails in what `create_graph` recorded leaves the next step as it would be."""
     compare(failing_second_derivatives, strategy)
+
+
+def faces(model: nn.Module) -> set[str]:
+    return {type(parameter).__name__ for parameter in model.parameters()}
+
+
+class Catching(Stack):
+    """Goes on where a block is interrupted."""
+
+    def forward(self, x: Tensor, order: object = None) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except KeyboardInterrupt:
+                x = x + 1.0
+        return self.last(x)
+
+
+def interrupts_between_passes(
+    rank: int, strategy: str, mode: str, catches: bool, reshard: bool
+) -> list[set[str]]:
+    """What parameters are, after each event; the open forward's gradients are as ever."""
+    side = Side(2, rank, strategy)
+    torch.manual_seed(1)
+    model = sharded(side, Catching() if catches else Stack(), reshard_after_forward=reshard)
+    x = side.data(0, 6, 4)[rank]
+    square(model(x)).backward()
+    wanted = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+    model.zero_grad()
+    fuse = Fuse(model.blocks[0].widen, "after forward", KeyboardInterrupt)
+    loss, seen = square(model(x)), []
+    fuse.lit = True
+    with torch.no_grad() if mode == "evaluation" else torch.enable_grad():
+        try:
+            model(x)
+            assert catches
+        except KeyboardInterrupt:
+            seen.append(faces(model))
+    fuse.lit = False
+    seen.append(faces(model))
+    loss.backward()
+    seen.append(faces(model))
+    for parameter, grad in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad.to_local(), grad)
+    return seen
+
+
+@pytest.mark.behaviour(19)
+@over_strategies
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("catches", [False, True], ids=["goes through", "is caught"])
+@pytest.mark.parametrize("mode", ["evaluation", "training"])
+def test_parameters_after_an_interrupt(
+    mode: str, catches: bool, reshard: bool, strategy: str
+) -> None:
+    """Ctrl-C in a forward, whether it goes through or is caught inside, leaves parameters sharded,
+    and the backward of an earlier forward as it was."""
+    for seen in run_ranks(2, interrupts_between_passes, strategy, mode, catches, reshard):
+        assert all(kinds == {"ShardedTensor"} for kinds in seen)
+
+
+def dropped_after_an_interrupt(rank: int) -> bool:
+    model = make_stack(Side(2, rank, "zero3"))
+    Fuse(model.blocks[0].widen, "after forward", KeyboardInterrupt).lit = True
+    gc.disable()
+    with suppress(KeyboardInterrupt):
+        model(torch.ones(2, 4))
+    reference = weakref.ref(model.last.weight)
+    del model
+    gone = reference() is None
+    gc.enable()
+    return gone
+
+
+@pytest.mark.behaviour(19, 23)
+def test_a_model_dropped_after_an_interrupt() -> None:
+    """A model whose forward ended by Ctrl-C frees its memory at once when it is deleted."""
+    assert run_ranks(2, dropped_after_an_interrupt) == [True, True]
+
+
+def be_late(module: nn.Module, args: object, output: Tensor) -> None:
+    """In backward, before the module is reached."""
+    output.register_hook(lambda grad: time.sleep(0.3))
+
+
+def dropped_with_a_gather_under_way(rank: int) -> bool:
+    side = Side(2, rank, "zero3")
+    model = Stack(3)
+    model.blocks[1].widen.requires_grad_(False)  # two groups, so two gathers
+    sharded(side, model)
+    square(model(torch.ones(2, 4))).backward()
+    Fuse(model.blocks[2].narrow, "in backward").lit = True
+    if rank:
+        model.blocks[2].register_forward_hook(be_late)
+    loss = square(model(torch.ones(2, 4)))
+    with pytest.raises(Mishap):
+        loss.backward()
+    # The first rank's lane gathers the next block, and waits for the other rank.
+    del model, loss
+    gc.collect()
+    model = make_stack(side, 3)
+    square(model(torch.ones(2, 4))).backward()
+    return model.last.weight.grad is not None
+
+
+@pytest.mark.behaviour(19, 23)
+def test_a_model_dropped_with_a_gather_under_way() -> None:
+    """A model that is dropped right after a backward failed, while a gather ahead waits for another
+    rank, leaves its lanes to the next model."""
+    assert run_ranks(2, dropped_with_a_gather_under_way) == [True, True]

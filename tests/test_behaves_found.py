@@ -20,14 +20,16 @@ WIDTH = 3
 
 
 class Shift(nn.Module):
-    """Adds a parameter, on some ranks only if told; else hands its input on."""
+    """Adds a parameter, on some ranks only if told; else hands its input on, or a view of it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shift = nn.Parameter(torch.randn(WIDTH))
 
-    def forward(self, x: Tensor, used: bool = True) -> Tensor:
-        return x + torch.sin(self.shift) if used else x
+    def forward(self, x: Tensor, used: bool = True, viewed: bool = False) -> Tensor:
+        if used:
+            x = x + torch.sin(self.shift)
+        return x[:] if viewed else x
 
 
 class Model(nn.Module):
@@ -76,7 +78,19 @@ def handed_on(model: Model, x: Tensor, rank: int) -> Tensor:
     return model.one(model.other(model.layer(x)), rank == 0)
 
 
-WAYS = [repeated, repeated_at_once, recomputed, recomputed_and_handed_on, handed_on]
+def viewed_and_handed_on(model: Model, x: Tensor, rank: int) -> Tensor:
+    """A unit returns a view that another made, on one rank."""
+    return model.one(model.other(model.layer(x), used=False, viewed=True), rank == 0)
+
+
+WAYS = [
+    repeated,
+    repeated_at_once,
+    recomputed,
+    recomputed_and_handed_on,
+    handed_on,
+    viewed_and_handed_on,
+]
 
 
 def take(side: Side, way: Callable[[Model, Tensor, int], Tensor]) -> None:
@@ -87,6 +101,9 @@ def take(side: Side, way: Callable[[Model, Tensor, int], Tensor]) -> None:
         for tensor in data:
             tensor.requires_grad_()
         loss = side.mean(lambda rank, data=data: model(data[rank], way, rank).square().mean())
+        if step == 2:
+            loss.backward(retain_graph=True)  # and the same once more
+            side.note_model(model)
         loss.backward()
         side.note_model(model)
 
@@ -126,6 +143,34 @@ def skipped_on_a_rank(side: Side) -> None:
 def test_a_unit_of_ddp_that_a_rank_skips() -> None:
     """It is reduced as often on the ranks that skip it."""
     compare(skipped_on_a_rank, "ddp")
+
+
+def added_to_finished(side: Side) -> None:
+    """Onto finished gradients, a backward of a last microbatch and of another, made in this order
+    and therefore come to in the other; ranks use a unit in one of them each."""
+    model = Model()
+    side.shard(model.one, model.other, model)
+    data = side.data(1, 4, WIDTH)
+
+    def loss(user: int) -> Tensor:
+        def way(model: Model, x: Tensor, rank: int) -> Tensor:
+            return model.other(model.one(model.layer(x), rank == user))
+
+        return side.mean(lambda rank: model(data[rank], way, rank).square().mean())
+
+    loss(0).backward()
+    last = loss(1)
+    with side.microbatch(model, is_last=False):
+        other = loss(0)
+    (last + other).backward()
+    side.note_model(model)
+
+
+@pytest.mark.behaviour(11, 28)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"])
+def test_two_kinds_of_microbatches_in_one_backward(strategy: str) -> None:
+    """Finished gradients are added to alike on every rank, whichever uses a unit when."""
+    compare(added_to_finished, strategy)
 
 
 def prefetched(side: Side, fails: bool) -> None:

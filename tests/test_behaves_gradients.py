@@ -11,6 +11,9 @@ from behaving import Side, compare, over_strategies
 from odd_net import Net, make_net, mean_square, note_grads
 from torch import Tensor
 
+from polyshard import UnsupportedError
+from polyshard.testing import run_ranks
+
 # -- cleared gradients ---------------------------------------------------------------------------
 
 
@@ -154,3 +157,34 @@ def penalised_in_a_first_microbatch(side: Side) -> None:
 def test_a_penalty_in_the_first_microbatch(strategy: str) -> None:
     """A penalty in the first microbatch of a step is in the finished gradient, once."""
     compare(penalised_in_a_first_microbatch, strategy)
+
+
+def penalised_in_a_later_microbatch(rank: int, strategy: str) -> tuple[str, bool]:
+    """What is said; and whether the next step is as if it had not happened."""
+    side = Side(2, rank, strategy)
+    net, other = make_net(side), make_net(side)
+    said = ""
+    with side.microbatch(net, False):
+        mean_square(side, net, 0).backward()
+    with side.microbatch(net, True):
+        try:
+            (mean_square(side, net, 1) + penalty(net)).backward()
+        except UnsupportedError as error:
+            said = str(error)
+    for each in (net, other):
+        each.zero_grad()
+        mean_square(side, each, 2).backward()
+    pairs = zip(net.parameters(), other.parameters(), strict=True)
+    return said, all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in pairs)
+
+
+@pytest.mark.behaviour(7)
+@pytest.mark.parametrize("strategy", ["zero1", "hfsdp", "ddp"])
+def test_a_penalty_in_a_later_microbatch(strategy: str) -> None:
+    """Where gradients wait for the last microbatch, a penalty in a later one is an error on every
+    rank that says where to put it."""
+    for said, same in run_ranks(2, penalised_in_a_later_microbatch, strategy):
+        assert "a gradient that waits for the last microbatch" in said
+        assert "the gradient of a penalty on sharded weights" in said
+        assert "to the loss of the first microbatch" in said
+        assert same

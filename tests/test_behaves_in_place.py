@@ -155,17 +155,10 @@ class FunctionalEmbedding(nn.Module):
         return nn.functional.embedding(ids, self.weight, max_norm=0.5)
 
 
-RENORMALISING: dict[str, Callable[[], nn.Module]] = {
-    "embedding": lambda: nn.Embedding(7, 4, max_norm=0.5),
-    "bag": lambda: nn.EmbeddingBag(7, 4, max_norm=0.5),
-    "functional": FunctionalEmbedding,
-}
-
-
-def renormalised(rank: int, strategy: str, which: str, alone: bool) -> list[tuple[str, bool]]:
+def renormalised_by_hand(rank: int, strategy: str, alone: bool) -> list[tuple[str, bool]]:
     side = Side(2, rank, strategy)
     torch.manual_seed(1)
-    inner = RENORMALISING[which]()
+    inner = FunctionalEmbedding()
     model = nn.Sequential(inner, nn.Linear(4, 3))
     side.shard(*([inner] if alone else []), model)
     ids = torch.tensor([[0, 1], [2, 3]]) + 2 * rank
@@ -185,13 +178,54 @@ def renormalised(rank: int, strategy: str, which: str, alone: bool) -> list[tupl
 @pytest.mark.behaviour(35)
 @over_strategies
 @pytest.mark.parametrize("alone", [True, False], ids=["a unit", "in a unit"])
-@pytest.mark.parametrize("which", RENORMALISING)
-def test_max_norm(which: str, alone: bool, strategy: str) -> None:
-    """An embedding that renormalises rows in its forward is refused on every rank, with gradients
-    or without, naming the weight and why; no weight has changed."""
-    for answers in run_ranks(2, renormalised, strategy, which, alone):
+def test_max_norm_by_hand(alone: bool, strategy: str) -> None:
+    """A forward that renormalises rows of its weight is refused on every rank, with gradients or
+    without, naming the weight and why; no weight has changed."""
+    for answers in run_ranks(2, renormalised_by_hand, strategy, alone):
         for answer, unchanged in answers:
             assert answer.startswith("UnsupportedError: the forward of unit ")
             assert "weight'" in answer
             assert "max_norm" in answer
             assert unchanged
+
+
+RENORMALISING: dict[str, Callable[[], nn.Module]] = {
+    "embedding": lambda: nn.Embedding(7, 4, max_norm=0.5),
+    "bag": lambda: nn.EmbeddingBag(7, 4, max_norm=0.5),
+    "frozen": lambda: nn.Embedding(7, 4, max_norm=0.5).requires_grad_(False),
+}
+
+
+def renormalised(rank: int, strategy: str, which: str, alone: bool) -> tuple[str, bool]:
+    side = Side(2, rank, strategy)
+    torch.manual_seed(1)
+    inner = RENORMALISING[which]()
+    model = nn.Sequential(nn.Sequential(inner), nn.Linear(4, 3))
+    weight, values = inner.weight, inner.weight.detach().clone()
+    try:
+        side.shard(*([inner] if alone else []), model)
+    except RuntimeError as error:
+        answer = f"{type(error).__name__}: {error}"
+    unchanged = inner.weight is weight and torch.equal(weight, values)
+    # It can be left out, or go without.
+    side.shard(model, ignored_params=[weight])
+    model(torch.tensor([[0, 1]]))
+    inner.max_norm = None
+    side.shard(inner)
+    model(torch.tensor([[0, 1]]))
+    return answer, unchanged
+
+
+@pytest.mark.behaviour(35)
+@over_strategies
+@pytest.mark.parametrize("alone", [True, False], ids=["a unit", "in a unit"])
+@pytest.mark.parametrize("which", RENORMALISING)
+def test_max_norm(which: str, alone: bool, strategy: str) -> None:
+    """An embedding with max_norm is refused by fully_shard on every rank, naming the weight and
+    what to do, and nothing has changed; without max_norm, or left out, it is taken."""
+    for answer, unchanged in run_ranks(2, renormalised, strategy, which, alone):
+        assert answer.startswith("UnsupportedError: parameter ")
+        assert "weight' of " in answer
+        assert "max_norm=0.5" in answer
+        assert "Set max_norm to None" in answer
+        assert unchanged

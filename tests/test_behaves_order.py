@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from behaving import Side, compare, over_strategies
 from stacked import Stack, make_stack, run_steps, sharded, square
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyshard import SchedulePolicy
 
@@ -229,6 +229,50 @@ def children_only(side: Side) -> None:
 def test_children_before_their_parent_ever_ran(strategy: str) -> None:
     """Children that run one after the other, each as a root of its own, in one backward."""
     compare(children_only, strategy)
+
+
+# -- several roots ----------------------------------------------------------------------------
+
+
+class Skipping(nn.Module):
+    """Two units, of which a forward may leave the second out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        x = self.one(x)
+        return x if skip else self.other(torch.tanh(x))
+
+
+def a_unit_skipped(first: Skipping, second: Skipping, x: Tensor, rank: int) -> Tensor:
+    """One rank skips a unit of the root whose backward comes first."""
+    return first(x) + second(x, skip=rank == 1)
+
+
+def a_forward_for_nothing(first: Skipping, second: Skipping, x: Tensor, rank: int) -> Tensor:
+    """One rank does not use the last forward, after which the other's backward begins."""
+    total = first(x) + second(x)
+    again = first(2 * x)
+    return total if rank == 1 else total + again
+
+
+def two_roots(side: Side, way: Callable[[Skipping, Skipping, Tensor, int], Tensor]) -> None:
+    first, second = Skipping(), Skipping()
+    for model in (first, second):
+        side.shard(model.one, model.other, model)
+    for step in range(3):
+        data = side.data(step, 6, 4)
+        side.mean(lambda rank, data=data: square(way(first, second, data[rank], rank))).backward()
+        side.note_model(first)
+        side.note_model(second)
+
+
+@pytest.mark.parametrize("way", [a_unit_skipped, a_forward_for_nothing])
+def test_several_roots(way: Callable[[Skipping, Skipping, Tensor, int], Tensor]) -> None:
+    """Roots that are never gathered reduce in one order, whatever of them each rank uses."""
+    compare(functools.partial(two_roots, way=way), "ddp")
 
 
 # -- weights that change in between -----------------------------------------------------------

@@ -13,6 +13,8 @@ from stacked import Block, Stack, run_steps, sharded, square
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from polyshard.testing import run_ranks
+
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 kinds = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved"])
 
@@ -180,3 +182,80 @@ def test_weights_changed_before_recomputation(name: str, reentrant: bool, strate
     where it was saved, as in a plain process."""
     scenario = functools.partial(changed_before_recomputation, reentrant=reentrant, name=name)
     compare(scenario, strategy)
+
+
+class Keeping(nn.Module):
+    """Its second part keeps what the first, which is recomputed, has returned."""
+
+    def __init__(self, reentrant: bool, returns: bool) -> None:
+        super().__init__()
+        self.reentrant, self.returns = reentrant, returns
+        self.scale, self.last = Scale(), nn.Linear(4, 4)
+        self.kept = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Any:
+        self.kept = checkpoint(self.scale, x, use_reentrant=self.reentrant)
+        output = self.last(self.kept)
+        return (output, self.kept) if self.returns else output
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.factor.sin()
+
+
+def make_keeping(side: Side, remedy: str) -> Keeping:
+    torch.manual_seed(1)
+    model = Keeping(reentrant=remedy != "saved", returns=remedy == "returned")
+    side.shard(*([model.scale] if remedy == "a unit" else []), model)
+    return model
+
+
+def kept_of_what_is_recomputed(side: Side, remedy: str) -> None:
+    model = make_keeping(side, remedy)
+    inputs = side.data(0, 6, 4)
+
+    def loss_of(rank: int) -> Tensor:
+        model(inputs[rank].requires_grad_())
+        return square(model.kept)
+
+    side.mean(loss_of).backward()
+    side.note_model(model)
+
+
+@pytest.mark.behaviour(16, 18, 31)
+@over_strategies
+@pytest.mark.parametrize("remedy", ["saved", "returned", "a unit"])
+def test_kept_of_what_is_recomputed(remedy: str, strategy: str) -> None:
+    """A loss of only what was kept of a recomputed part has plain gradients where the checkpoint is
+    not a reentrant one, the part is a unit of its own, or the forward returns what is kept."""
+    compare(functools.partial(kept_of_what_is_recomputed, remedy=remedy), strategy)
+
+
+def told_of_what_is_recomputed(rank: int, strategy: str) -> tuple[str, bool]:
+    side = Side(2, rank, strategy)
+    model, said = make_keeping(side, ""), ""
+    x = side.data(0, 6, 4)[rank].requires_grad_()
+    model(x)
+    try:
+        square(model.kept).backward()
+    except RuntimeError as error:
+        said = f"{type(error).__name__}: {error}"
+    square(model(x)).backward()
+    return said, model.scale.factor.grad is not None
+
+
+@pytest.mark.behaviour(31)
+@over_strategies
+def test_kept_of_a_reentrant_checkpoint(strategy: str) -> None:
+    """Under a reentrant checkpoint inside a unit it is an error that says so and what to do, and
+    the next backward works."""
+    for said, works in run_ranks(2, told_of_what_is_recomputed, strategy):
+        assert said.startswith("UnsupportedError: 'scale.factor'")
+        assert "came there through no output of the unit" in said
+        assert "use_reentrant=False" in said
+        assert works

@@ -318,3 +318,25 @@ def flat_alike(side: Side) -> None:
 def test_a_model_looks_as_it_did(strategy: str) -> None:
     """Names, shapes, element counts and repr are the plain model's."""
     compare(flat_alike, strategy)
+
+
+def converted(side: Side) -> None:
+    model = make(side)
+    before = dict(model.named_parameters())
+    for name, parameter in before.items():
+        parameter.tag = name
+    for convert in (nn.Module.float, nn.Module.cpu, lambda model: model.to(torch.float32)):
+        convert(model)
+        side.note_model(model)
+    model.to_empty(device="cpu")
+    if side.sharded:
+        for name, parameter in model.named_parameters():
+            assert parameter is before[name]
+            assert getattr(parameter, "tag", None) == name, name
+
+
+@over_strategies
+def test_conversions_to_what_it_is(strategy: str) -> None:
+    """Conversions that change neither dtype nor device leave parameters as they are, and all that
+    was set on them."""
+    compare(converted, strategy)

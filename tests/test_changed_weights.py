@@ -3,10 +3,12 @@ gets one, and the same gradients everywhere else."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
+from behaving import Side, compare
 from strategies import STRATEGIES
 from torch import Tensor, nn
 
@@ -198,3 +200,67 @@ def test_the_cases_differ() -> None:
         frozen_layer,
         between_two_backwards,
     ]
+
+
+# -- reached through no hook of its unit --------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """Linear, so that a backward through its derivative reaches no output of a layer again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.scale = nn.Parameter(torch.randn(4))
+        self.kept = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        self.kept = (x * self.scale).square().sum()
+        return x
+
+
+def recorded(model: Chain, x: Tensor) -> Tensor:
+    """A derivative by the input."""
+    x = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return grad.square().sum()
+
+
+def kept(model: Chain, x: Tensor) -> Tensor:
+    """What no output of a module depends on. Its weight stays where it is."""
+    model(x)
+    return model.kept
+
+
+LOSSES = {"recorded": recorded, "kept": kept}
+
+
+def written_before_backward(side: Side, loss: str, written: int | None) -> None:
+    torch.manual_seed(1)
+    model = Chain()
+    side.shard(*model.layers, model, reshard_after_forward=False)
+    inputs = side.data(0, 5, 4)
+    value = side.mean(lambda rank: LOSSES[loss](model, inputs[rank]))
+    if written is not None:
+        with torch.no_grad():
+            (*model.layers.parameters(), model.scale)[written].mul_(2.0)
+    with side.note_error():
+        value.backward()
+    model.zero_grad()
+    side.mean(lambda rank: LOSSES[loss](model, inputs[rank])).backward()
+    side.note_model(model)
+
+
+@pytest.mark.behaviour(30)
+@pytest.mark.parametrize("strategy", ["zero3", "zero1", "hfsdp", "ddp"])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("written", [None, 0, 1, 2, 3])
+def test_written_weights_that_no_hook_comes_by(
+    written: int | None, loss: str, strategy: str
+) -> None:
+    """Where a backward reaches weights through a recorded backward, or through what was kept inside
+    a forward, a write in between is an error exactly where it is one in a plain process."""
+    scenario = functools.partial(written_before_backward, loss=loss, written=written)
+    compare(scenario, strategy)

@@ -7,11 +7,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from behaving import Side
 from refusing import Refusal, Request, hooked_linear, on, refuse
 from torch import nn
 from training import Training, make_mesh, make_model, shard, train_plain, train_sharded
 
-from polyshard import MixedPrecisionPolicy, Placements, SchedulePolicy, full_state_dict
+from polyshard import (
+    BackendError,
+    MixedPrecisionPolicy,
+    Placements,
+    SchedulePolicy,
+    full_state_dict,
+)
 from polyshard.testing import run_ranks
 from polyshard_gloo import GlooBackend
 
@@ -155,3 +162,76 @@ def test_a_refused_model_can_still_be_sharded() -> None:
     for losses, weights in run_ranks(2, train_after_refusal):
         torch.testing.assert_close(losses, expected_losses, atol=1e-5, rtol=0)
         torch.testing.assert_close(weights, dict(expected), atol=1e-4, rtol=0)
+
+
+def freeze_alone(rank: int, strategy: str, thaw: bool, debug: bool) -> str:
+    """The last rank freezes, or trains again, a part of a unit, after a step."""
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setenv("POLYSHARD_DEBUG", str(int(debug)))
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        parameter = "1.1.bias" if thaw else "1.0.weight"
+        model[1].requires_grad_(not thaw)
+        side = Side(2, rank, strategy)
+        # A backend of its own, which the failure to come is to break.
+        side.shard(model[1], model, backend=GlooBackend())
+        model(torch.ones(2, 4)).sum().backward()
+        if thaw:
+            model.get_parameter("1.0.bias").requires_grad_(True)
+        if rank:
+            model.get_parameter(parameter).requires_grad_(thaw)
+
+        def train() -> None:
+            for _ in range(2):
+                model(torch.ones(2, 4)).sum().backward()
+
+        with pytest.raises(BackendError) as raised:
+            train()
+        return str(raised.value)
+
+
+@pytest.mark.behaviour(8, 27)
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("thaw", [False, True])
+@pytest.mark.parametrize("strategy", ["zero3", "zero1", "hfsdp", "ddp"])
+def test_a_part_frozen_on_one_rank(strategy: str, thaw: bool, debug: bool) -> None:
+    """Where ranks compare what they do, a parameter that requires gradients on some of them only is
+    an error on all, which names it."""
+    for said in run_ranks(2, freeze_alone, strategy, thaw, debug):
+        if thaw:
+            assert "reduce gradients of '0.bias'" in said
+            assert "reduce gradients but of '0.weight', '1.weight'" in said
+        else:
+            assert "1 (float32): reduce gradients but of '0.weight'" in said
+
+
+def freeze_everywhere(rank: int, strategy: str) -> list[bool]:
+    """Between microbatches, of which each rank uses other parameters."""
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in "abc"})
+    root = _Choosing(model)
+    side = Side(2, rank, strategy)
+    side.shard(root)
+    for _ in range(3):
+        with side.microbatch(root, False):
+            root(torch.ones(2, 4), "ab"[rank]).sum().backward()
+        root.parts["a"].requires_grad_(False)
+        with side.microbatch(root, True):
+            root(torch.ones(2, 4), "c").sum().backward()
+        root.parts["a"].requires_grad_(True)
+    return [parameter.grad is not None for parameter in root.parameters()]
+
+
+class _Choosing(nn.Module):
+    def __init__(self, parts: nn.ModuleDict) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return self.parts[name](x)
+
+
+@pytest.mark.behaviour(8, 11)
+@pytest.mark.parametrize("strategy", ["zero3", "zero1", "hfsdp", "ddp"])
+def test_frozen_everywhere(strategy: str) -> None:
+    """Freezing on all ranks is no difference between them, also where only one has gradients of
+    the frozen parameter that wait for the last microbatch."""
+    assert run_ranks(2, freeze_everywhere, strategy) == [[True] * 6] * 2

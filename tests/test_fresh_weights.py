@@ -17,6 +17,7 @@ from training import bf16_policy, loss_of, make_batches, make_model, shard
 from polyshard import (
     MixedPrecisionPolicy,
     full_state_dict,
+    fully_shard,
     microbatch,
     unsharded,
 )
@@ -280,3 +281,25 @@ def test_what_is_written_while_whole_is_kept(strategy: str) -> None:
         expected["blocks.0.scale"].fill_(-2.0)
         for name, value in expected.items():
             assert torch.equal(after[name], value), name
+
+
+def written_by_one_rank(rank: int, strategy: str) -> Tensor:
+    """The outputs after one rank alone wrote a row that it holds, between two forwards of a step
+    that stay gathered."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, bias=False)
+    placements = STRATEGIES[strategy].placements
+    fully_shard(model, STRATEGIES[strategy].mesh(), placements, reshard_after_forward=False)
+    model(torch.ones(2, 4)).sum()
+    with unsharded(model), torch.no_grad():
+        if rank == 0:
+            model.weight[0] = 3.0
+    return model(torch.ones(2, 4)).detach()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero1"])
+def test_what_one_rank_wrote_is_gathered_by_all(strategy: str) -> None:
+    """Whether weights are gathered anew after `unsharded` is decided by all ranks together."""
+    first, second = run_ranks(2, written_by_one_rank, strategy)
+    assert first[:, 0].tolist() == [12.0, 12.0]
+    assert torch.equal(first, second)

@@ -27,6 +27,7 @@ from polyshard import (
     MixedPrecisionPolicy,
     SchedulePolicy,
     explain,
+    full_state_dict,
     microbatch,
     unsharded,
 )
@@ -171,6 +172,9 @@ class TestBytes:
             model(batch()).sum().backward()
             assert backend.live_bytes == told.between_steps + told.gradients
             model.zero_grad()
+        full_state_dict(model)  # may need one more, which is kept then
+        told = explain(model).bytes
+        assert backend.live_bytes == told.between_steps == told.main + told.kept
 
     @pytest.mark.parametrize(
         "schedule",

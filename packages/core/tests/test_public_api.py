@@ -39,11 +39,12 @@ FLOORS = """
     row_split sharded_refusals sharded_collectives sharded_checkpoint sharded_memory_ops
     sharded_elementwise sharded_random sharded_reductions sharded_fallback sharded_ops
     sharded_tensor
-    parameter derivative_guard step_guard structure
+    parameter released derivative_guard step_guard structure
     accumulated gradient_buffers gradients main_weights group
     unit
     order backward agreement context
     hooks conversions copying module
+    examination
     api methods weights full_load clipping optimizer
     explained explain_words explain_table explain_colours explain_svg explain_picture
     explain_orders explain

@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from race_bench import CPU
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from polyshard import BackendError
+from polyshard import BackendError, Placements, fully_shard
 from polyshard.spi import LaneRole, Op
 from polyshard.testing import run_ranks
 from polyshard.testing.race import Policy, RaceBackend
@@ -86,6 +88,26 @@ def one_fails(rank: int) -> str:
     return "no error"
 
 
+def reduce_what_was_never_written(rank: int, policy: Policy) -> list[bool]:
+    """Of what is reduced of a unit with room between its gradients, and with unused weights:
+    whether there is such room, and whether all of it is finite. Memory is NaN at first."""
+    backend = RaceBackend(policy, timeout=10.0)
+    with backend.checking():
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+        model.unused = nn.Parameter(torch.ones(3, 5))
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        fully_shard(model, mesh, Placements.zero3("dp"), backend=backend)
+        with backend.root_pass():
+            loss = model(torch.ones(2, 3)).sum()
+        with backend.root_pass():
+            loss.backward()
+        reduced = model[0].weight.grad._owner.flat
+        held = sum(weight.to_local().numel() for weight in model.parameters())
+        found = [reduced.numel() > held, bool(reduced.isfinite().all())]
+        del loss, reduced, model
+    return found
+
+
 class TestRanks:
     @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.value)
     def test_orders_that_differ(self, policy: Policy) -> None:
@@ -103,3 +125,10 @@ class TestRanks:
     def test_a_rank_that_fails(self) -> None:
         """The others are told at once."""
         assert all("no more" in message for message in run_ranks(2, one_fails))
+
+    @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.value)
+    def test_memory_that_was_never_written(self, policy: Policy) -> None:
+        """No uninitialised byte travels: what lies between gradients is reduced as zero."""
+        rooms, finite = zip(*run_ranks(2, reduce_what_was_never_written, policy), strict=True)
+        assert any(rooms)
+        assert all(finite)

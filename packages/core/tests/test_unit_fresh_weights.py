@@ -304,8 +304,9 @@ class TestForwardsThatWrite:
     @pytest.mark.parametrize("grad", [True, False])
     def test_max_norm_is_refused(self, world: OneRank, grad: bool) -> None:
         """A forward that rewrites its weight is refused, with the unit, the parameter and a way."""
-        model = nn.Sequential(nn.Embedding(5, 3, max_norm=0.1))
+        model = nn.Sequential(nn.Embedding(5, 3))
         world.shard(model)
+        model[0].max_norm = 0.1
         with (
             torch.set_grad_enabled(grad),
             pytest.raises(UnsupportedError, match=r"unit 'Sequential' wrote .*'0.weight'.*unshard"),
@@ -314,8 +315,9 @@ class TestForwardsThatWrite:
 
     def test_max_norm_that_changes_nothing(self, zero3: OneRank) -> None:
         """After the refusal, weights and model are as before."""
-        model, reference = twins(nn.Sequential(nn.Embedding(5, 3, max_norm=0.1)))
+        model, reference = twins(nn.Sequential(nn.Embedding(5, 3)))
         zero3.shard(model)
+        model[0].max_norm = 0.1
         with pytest.raises(UnsupportedError):
             model(torch.tensor([1, 2]))
         assert torch.equal(model[0].weight.full_tensor(), reference[0].weight)

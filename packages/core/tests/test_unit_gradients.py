@@ -19,6 +19,7 @@ from one_rank import (
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from polyshard import MixedPrecisionPolicy, Placements, UnsupportedError, fully_shard
 from polyshard.sharded_tensor import ShardedTensor
@@ -69,6 +70,31 @@ class TestAccumulation:
             loss_of(module, 1).backward()
         torch.testing.assert_close(ours.full_tensor(), theirs)
         assert model.last.weight.grad is ours
+
+    def test_a_backward_that_fails_takes_nothing_away(self, pair: Pair) -> None:
+        """Gradients of before are there after a backward that failed, with its part or without;
+        plain PyTorch keeps the part that it came to."""
+
+        def fail(_grad: Tensor) -> None:
+            raise ZeroDivisionError
+
+        for module in pair:
+            loss_of(module, 0).backward()
+        model, reference = pair
+        before = {name: each.grad.clone() for name, each in reference.named_parameters()}
+        for module in pair:
+            module.first.register_forward_hook(
+                lambda *given: given[-1].register_hook(fail) and None
+            )
+            with pytest.raises(ZeroDivisionError):
+                loss_of(module, 1).backward()
+        for (name, parameter), plain in zip(
+            model.named_parameters(), reference.parameters(), strict=True
+        ):
+            assert parameter.grad is not None, name
+            found = parameter.grad.full_tensor()
+            kept = (before[name], plain.grad)
+            assert any(torch.allclose(found, each, atol=1e-6) for each in kept), name
 
     def test_used_in_one_of_two_backwards(self, world: OneRank) -> None:
         """A parameter that only one of the backwards reaches has that one's gradient."""
@@ -232,6 +258,24 @@ class TestDivisor:
         torch.testing.assert_close(model.weight.grad.full_tensor(), expected, rtol=1e-6, atol=1e-6)
 
 
+class Scaling(nn.Module):
+    """A small weight in two reentrant checkpoints, between layers, of which one is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(4, 4), nn.Linear(4, 40)
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.scaled, x, use_reentrant=True)
+        return self.layer(x)
+
+
 class TestSmallBatchesOfGradients:
     def test_packed_before_the_group_is_complete(self, zero3: OneRank) -> None:
         """Gradients are taken over in batches: no unit holds all of them twice."""
@@ -255,6 +299,15 @@ class TestSmallBatchesOfGradients:
         world.shard(*units_in(model))
         loss_of(model, 0).backward()
         assert all(parameter.grad is None for parameter in full)
+
+    def test_several_gradients_of_a_weight_at_once(self, zero3: OneRank) -> None:
+        """A small weight whose gradient comes several times before any is packed gets their sum."""
+        torch.manual_seed(0)
+        model, reference = twins(Scaling())
+        zero3.shard(model)
+        for module in (model, reference):
+            module(batch()).square().sum().backward()
+        assert_same_grads(model, reference)
 
     def test_sparse_gradients(self, world: OneRank) -> None:
         """A sparse gradient becomes a dense one with the same values."""

@@ -114,6 +114,17 @@ class TestAccumulation:
         assert not is_partial(model)
         assert_same_grads(model, reference)
 
+    def test_a_step_in_the_middle(self, ddp: OneRank) -> None:
+        """An optimizer step on sums that wait for the last microbatch is refused."""
+        model = make_stack()
+        ddp.shard(*units_in(model))
+        with microbatch(model, is_last=False):
+            loss_of(model, 0).backward()
+        before = model.last.weight.full_tensor()
+        with pytest.raises(UnsupportedError, match=r"SGD.step\(\): the gradient of"):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert torch.equal(model.last.weight.full_tensor(), before)
+
     @pytest.mark.parametrize("set_to_none", [True, False])
     def test_clearing_in_the_middle(self, pair: Pair, set_to_none: bool) -> None:
         """zero_grad between microbatches drops those before it."""

@@ -359,3 +359,15 @@ class TestWhatIsReturned:
         for _ in range(2):
             with torch.no_grad():
                 assert torch.equal(model(batch()), reference(batch()))
+
+    def test_nothing_old_is_trusted(self, zero3: OneRank) -> None:
+        """A no-grad forward sees what was written past PyTorch, also where what the one before it
+        gathered is still held by its output."""
+        torch.manual_seed(0)
+        model = Returning("parameter")
+        zero3.shard(model)
+        with torch.no_grad():
+            shown = model(batch())
+            model.weight.to_local().numpy()[:] = 2.0
+            assert bool((model(batch()) == 2.0).all())
+        del shown

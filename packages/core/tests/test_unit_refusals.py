@@ -11,6 +11,7 @@ from one_rank import OneRank, Stack, assert_same_weights, batch, make_stack, tra
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
+from torch.testing._internal.two_tensor import TwoTensor
 
 import polyshard.api
 from polyshard import (
@@ -21,6 +22,7 @@ from polyshard import (
     UnsupportedError,
     fully_shard,
 )
+from polyshard.examination import examine_parameter
 from polyshard.group import ParameterGroup
 from polyshard.parameter import ManagedParameter, Slot
 from polyshard.testing.loopback import LoopbackBackend
@@ -98,6 +100,38 @@ class TestModules:
         with pytest.raises(UnsupportedError, match=r"'p1' of Unbuilt has layout torch\.sparse_coo"):
             world.shard(sparse())
 
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda: TwoTensor(torch.ones(2), torch.ones(2)), "is a TwoTensor, a class of tensors"),
+            (lambda: torch.nested.nested_tensor([torch.ones(2)]), "is a nested tensor"),
+            (
+                lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+                "is a nested tensor",
+            ),
+            (
+                lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
+                r"is quantized \(torch\.quint8\)",
+            ),
+            (lambda: torch.eye(2).to_sparse_csr(), r"has layout torch\.sparse_csr"),
+            (lambda: torch.ones(2).to_mkldnn(), r"has layout torch\._mkldnn"),
+        ],
+    )
+    @pytest.mark.filterwarnings("ignore")  # PyTorch calls some of these a prototype
+    def test_other_kinds_of_tensors(
+        self, world: OneRank, make: Callable[[], torch.Tensor], message: str
+    ) -> None:
+        """A parameter that is no plain tensor is refused by name, the module stays as it was, and
+        the parameter can be left out."""
+        parameter = nn.Parameter(make(), requires_grad=False)
+        model = Unbuilt(parameter)
+        with pytest.raises(UnsupportedError, match=rf"'p1' of Unbuilt {message}.*ignored_params"):
+            world.shard(model)
+        assert type(model) is Unbuilt
+        assert model.p1 is parameter
+        world.shard(model, ignored_params=[parameter])
+        assert model.p1 is parameter
+
     def test_a_dtensor(self, world: OneRank, mesh: DeviceMesh) -> None:
         """A parameter that awaits a reduction on another axis is refused by name."""
         tensor = DTensor.from_local(torch.ones(2), mesh, [Partial()])
@@ -143,7 +177,7 @@ class TestModules:
         """A parameter on another device than the mesh is refused with both, and the call that
         helps."""
         with pytest.raises(PlacementError, match=r"'w' of M is on cpu, the mesh on cuda:1.*\.to\("):
-            polyshard.api._examine_parameter(
+            examine_parameter(
                 nn.Parameter(torch.ones(1)), [Slot({}, "w", "w")], "M", torch.device("cuda", 1)
             )
 

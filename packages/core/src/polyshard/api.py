@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.nn.parameter import is_lazy
+from torch.distributed.tensor import DTensor
 
 from .autograd import set_versions
 from .backends import choose_backend
@@ -20,17 +19,23 @@ from .context import FsdpContext, context_of, register_unit, unit_of
 from .conversions import keep_parameters
 from .debug import checksum, debugging
 from .errors import PlacementError, UnsupportedError
+from .examination import (
+    examine_distributed,
+    examine_module,
+    examine_parameter,
+    examine_submodules,
+)
 from .group import ParameterGroup
 from .hooks import attach
-from .module import FsdpModule, attach_mixin, managed_class
-from .parameter import ManagedParameter, Slot, find_parameters, owner_of
+from .module import attach_mixin, managed_class
+from .parameter import ManagedParameter, Slot, find_parameters
 from .placements import Placements, resolve_axes
 from .precision import MixedPrecisionPolicy
 from .preflight import agree
 from .schedule import SchedulePolicy
 from .spi import CollectiveBackend
 from .structure import Structure, own_modules
-from .submesh import ranks_along, shared_ranks, submesh
+from .submesh import ranks_along
 from .transport import Transport
 from .unit import Unit
 
@@ -272,88 +277,22 @@ def _examine(
     ignored_params: Collection[nn.Parameter],
 ) -> _Request:
     """Everything that can be refused without asking other ranks."""
-    if not isinstance(module, nn.Module):
-        raise UnsupportedError(f"fully_shard takes a module, got {type(module).__name__}.")
-    if isinstance(module, FsdpModule):
-        raise UnsupportedError(
-            f"this {type(module).__name__} was already given to fully_shard; call it once per "
-            "module."
-        )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise UnsupportedError("a ScriptModule cannot be sharded; shard the Python module.")
-    if type(module).forward is nn.Module.forward:
-        raise UnsupportedError(
-            f"{type(module).__name__} has no forward, so nothing would gather its parameters; "
-            "give fully_shard its children, or the module that calls them."
-        )
+    examine_module(module)
     managed_class(type(module))
     named = own_modules(module)
-    found = find_parameters(named, frozenset(id(parameter) for parameter in ignored_params))
+    ignored = frozenset(id(parameter) for parameter in ignored_params)
+    found = find_parameters(named, ignored)
     device_type = mesh.device_type
     device = torch.device(device_type)
     if device_type != "cpu":
         device = torch.device(device_type, torch.get_device_module(device_type).current_device())
     for parameter, slots in found:
-        _examine_parameter(parameter, slots, type(module).__name__, device)
+        examine_parameter(parameter, slots, type(module).__name__, device)
         if isinstance(parameter, DTensor):
-            _examine_distributed(parameter, slots[0].path, type(module).__name__, mesh, axes)
+            examine_distributed(parameter, slots[0].path, type(module).__name__, mesh, axes)
+    examine_submodules(named, type(module).__name__, ignored)
     parameters = [ManagedParameter(parameter, slots) for parameter, slots in found]
     return _Request(module, backend, device, parameters, _owners(named, found), Structure(named))
-
-
-def _refuse_owned(parameter: nn.Parameter, slots: Sequence[Slot], module: str) -> None:
-    """Raise if another unit looks after the parameter."""
-    unit: Unit | None = owner_of(parameter)
-    if unit is None:
-        return
-    known = next(m for m in unit.parameters if m.full is parameter or m.sharded is parameter)
-    places = [(id(slot.holder), slot.name) for slot in known.slots]
-    remedy = "tied parameters must belong to one unit: leave both users to a common ancestor"
-    if any((id(slot.holder), slot.name) in places for slot in slots):
-        remedy = "call fully_shard bottom-up, and leave what two units share to a common ancestor"
-    raise UnsupportedError(
-        f"parameter {slots[0].path!r} of {module} is {known.name!r} of unit {unit.name!r} already; "
-        f"{remedy}."
-    )
-
-
-def _examine_parameter(
-    parameter: nn.Parameter, slots: Sequence[Slot], module: str, device: torch.device
-) -> None:
-    _refuse_owned(parameter, slots, module)
-    path = slots[0].path
-    if is_lazy(parameter):
-        raise UnsupportedError(
-            f"parameter {path!r} of {module} is not initialised; run the lazy module once first."
-        )
-    if parameter.device != device and not parameter.is_meta:
-        raise PlacementError(
-            f"parameter {path!r} of {module} is on {parameter.device}, the mesh on {device}; move "
-            f"the module there first, e.g. module.to({str(device)!r})."
-        )
-    if parameter.layout is not torch.strided:
-        raise UnsupportedError(
-            f"parameter {path!r} of {module} has layout {parameter.layout}; only dense (strided) "
-            "parameters are sharded. Make it dense, or list it in ignored_params."
-        )
-
-
-def _examine_distributed(
-    parameter: DTensor, path: str, module: str, mesh: DeviceMesh, axes: Sequence[int]
-) -> None:
-    """A parameter that other parallelism has distributed."""
-    shared = shared_ranks(submesh(mesh, axes), parameter.device_mesh)
-    if shared:
-        raise PlacementError(
-            f"parameter {path!r} of {module} is already distributed over {parameter.device_mesh}, "
-            f"which shares ranks {shared} with the axes to shard over; name other axes in dp_axes."
-        )
-    for placement in parameter.placements:
-        if not (type(placement) is Shard or placement.is_replicate()):
-            raise UnsupportedError(
-                f"parameter {path!r} of {module} is placed {placement} on {parameter.device_mesh}; "
-                "together with polyshard a parameter may be Shard or Replicate there."
-            )
 
 
 def _owners(

@@ -32,7 +32,15 @@ class ForwardPass:
     """One root forward, as its backward remembers it."""
 
     is_last: bool
-    open_calls: Counter[int] = field(default_factory=Counter)  # not left yet, by id of the unit
+    entered: set[tuple[int, bool]] = field(default_factory=set)  # units' ids, with gradients or not
+    calls: Counter[int] = field(default_factory=Counter)  # a backward can enter, by id of the unit
+    open_calls: Counter[int] = field(default_factory=Counter)  # those of them that it has not left
+    backwards: int = 0  # that have reached it
+
+    def begin_backward(self) -> None:
+        """A backward reaches it, maybe not the first, where the graph was retained."""
+        self.backwards += 1
+        self.open_calls = self.calls.copy()
 
 
 @dataclass(eq=False)
@@ -43,19 +51,21 @@ class Call:
     forward_pass: ForwardPass
     recomputed: bool  # inside a backward: it belongs to no forward pass
     start: int = field(default_factory=tick)
-    counted: bool = False  # in open_calls
+    left_by: int | None = None  # which backward of the forward pass has left it, 0: none yet
 
     def count(self) -> None:
         """Backward can enter it from now on."""
-        if not self.counted and not self.recomputed:
-            self.counted = True
+        if self.left_by is None and not self.recomputed:
+            self.left_by = 0
+            self.forward_pass.calls[id(self.unit)] += 1
             self.forward_pass.open_calls[id(self.unit)] += 1
 
     def uncount(self) -> None:
         """Backward has left it."""
-        if self.counted:
-            self.counted = False
-            self.forward_pass.open_calls[id(self.unit)] -= 1
+        forward_pass = self.forward_pass
+        if self.left_by is not None and self.left_by != forward_pass.backwards:
+            self.left_by = forward_pass.backwards
+            forward_pass.open_calls[id(self.unit)] -= 1
 
 
 class EnteredCalls:

@@ -53,7 +53,7 @@ class FsdpContext:
         # A backward was recorded (create_graph), and none has brought gradients of weights since.
         self._graph_is_kept = False
         self._task = -1  # the graph task in which a hook of this context ran last
-        self._root: Unit | None = None  # of the forward that runs
+        self._root: weakref.ref[Unit] | None = None  # of the forward that runs, or was interrupted
         self._forward_order = Order([0])
         self._backward_order: Order | None = None
         self._reduction_order: tuple[int, ...] | None = None  # agreed with the other ranks
@@ -95,9 +95,7 @@ class FsdpContext:
         """What this rank moved so far on the meshes of these units: calls and bytes by kind."""
         total = Traffic()
         for transport in self.transports():
-            moved = transport.traffic()
-            total.calls.update(moved.calls)
-            total.bytes.update(moved.bytes)
+            total += transport.traffic()
         return total
 
     def _take_in_descendants(self, root: Unit) -> None:
@@ -140,14 +138,14 @@ class FsdpContext:
             self._gather_ahead(unit)
             unit.await_gather()
             return True
-        if self._root is None or self._root is unit:
+        if self._root is None or self.is_root(unit):
             self._begin_forward(unit)
         unit.submit_gather(forward=True)
         units, elements = unit.schedule.forward_units, unit.schedule.forward_elements
         for other in self._forward_order.ahead(unit, units=units, elements=elements):
             other.submit_gather(forward=True)
-        unit.entered_forward |= torch.is_grad_enabled()
-        unit.entered_without_grad |= not torch.is_grad_enabled()
+        self.latest_forward.entered.add((id(unit), torch.is_grad_enabled()))
+        unit.take_part(self.latest_forward)
         unit.await_gather()
         return False
 
@@ -157,7 +155,7 @@ class FsdpContext:
 
     def is_root(self, unit: Unit) -> bool:
         """Whether the forward that runs began with ``unit``."""
-        return self._root is unit
+        return self._root is not None and self._root() is unit
 
     def leave_forward(self, unit: Unit, *, recompute: bool) -> None:
         """The unit's forward is over, by return or by exception."""
@@ -165,7 +163,7 @@ class FsdpContext:
             return
         if unit.reshard_after_forward or not torch.is_grad_enabled():
             unit.release()
-        if self._root is unit:
+        if self.is_root(unit):
             self._end_forward()
 
     def _begin_forward(self, root: Unit) -> None:
@@ -174,7 +172,7 @@ class FsdpContext:
             # The last pass was interrupted where no hook could notice.
             self.abandon()
         self._take_in_descendants(root)
-        self._root = root
+        self._root = weakref.ref(root)
         self.sequence = next(self._sequence)
         self.latest_forward = ForwardPass(self.is_last)
         if torch.is_grad_enabled():
@@ -208,28 +206,28 @@ class FsdpContext:
     def enter_backward(self, forward_pass: ForwardPass | None = None) -> None:
         """Some hook of this context runs inside a backward, whose end is to be noticed.
 
-        Args:
-            forward_pass: a forward that the backward covers, if the hook knows. Where the first
-                hook of a backward does not, it is taken to be the latest.
+        It covers ``forward_pass``; where the first hook names none, the latest.
         """
         task = current_graph_task()
-        if self.backward is not None and task == self._task:
-            if forward_pass is not None:
-                self.backward.covered.add(forward_pass)
-            return
-        _drop_failed_backward()
-        self._task = task
-        if self.backward is None:
-            units = self.units
-            order = self._reduction_order or reduction_order(len(units), None)
-            self.backward = BackwardPass(units, order)
-            self._backward_order = self._backward_order or self._forward_order.reversed()
-            self._backward_order.begin(units)
-            _active.append(self)
-            forward_pass = forward_pass or self.latest_forward
-        _session.enter()
-        if forward_pass is not None:
+        if self.backward is None or task != self._task:
+            _drop_failed_backward()
+            self._task = task
+            if self.backward is None:
+                units = self.units
+                order = self._reduction_order or reduction_order(len(units), None)
+                self.backward = BackwardPass(units, order)
+                self._backward_order = self._backward_order or self._forward_order.reversed()
+                self._backward_order.begin(units)
+                _active.append(self)
+                forward_pass = forward_pass or self.latest_forward
+            _session.enter()
+        if forward_pass is not None and forward_pass not in self.backward.covered:
             self.backward.covered.add(forward_pass)
+            forward_pass.begin_backward()
+            if forward_pass not in self._open_passes:  # its graph was retained
+                self._open_passes.append(forward_pass)
+                for unit in self.units:
+                    unit.take_part(forward_pass)
 
     def enter_call(self, call: Call, groups: Sequence[ParameterGroup], moment: int) -> None:
         """Backward is about to use the weights in ``groups`` for a call of their unit.
@@ -255,6 +253,8 @@ class FsdpContext:
             _rest()
         if is_new:
             _entered.enter(call, current_graph_task())
+        elif call not in unit.not_left:
+            return  # by way of an input that it handed on: all that it computed has run
         # Recomputation inside the unit looks its parameters up.
         unit.show_full()
         if not is_first:
@@ -347,9 +347,6 @@ class FsdpContext:
         self.backward = self._root = None
         self.window_open = self._graph_is_kept = False
         self._open_passes = []
-        for order in (self._forward_order, self._backward_order):
-            if order is not None:
-                order.end()
 
     def _settle(self) -> None:
         """Peers are done with what this rank lent them, and compute has joined every lane."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -49,7 +48,8 @@ class CheckedCommunicator(Communicator):
         self.bare, self.traffic = bare, bare.traffic
         self._ranks = dist.get_process_group_ranks(group)
         wanted = os.environ.get(TIMEOUT_VARIABLE)
-        timeout = None if wanted is None else timedelta(seconds=float(wanted))
+        # Given to each barrier: it does not ask its group.
+        self._timeout = timeout = None if wanted is None else timedelta(seconds=float(wanted))
         self._side = dist.new_group(
             self._ranks, backend="gloo", timeout=timeout, use_local_synchronization=True
         )
@@ -79,9 +79,8 @@ class CheckedCommunicator(Communicator):
         self.bare.settle()
 
     def close(self) -> None:
+        # The side group stays: the next one with its name would find its addresses in the store.
         self.bare.close()
-        with suppress(Exception):  # at exit torch.distributed may be gone
-            dist.destroy_process_group(self._side)
 
     def _all_gather(
         self, outputs: Sequence[Tensor], shards: Sequence[Tensor], *, label: str
@@ -107,7 +106,7 @@ class CheckedCommunicator(Communicator):
         found: list[str | None] = [None] * self.size
         try:
             # The first rank names those that are missing.
-            dist.monitored_barrier(self._side, wait_all_ranks=True)
+            dist.monitored_barrier(self._side, self._timeout, wait_all_ranks=True)
             dist.all_gather_object(found, mine, group=self._side)
         except Exception as error:
             raise BackendError(

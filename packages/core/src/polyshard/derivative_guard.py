@@ -1,6 +1,8 @@
 """Says what autograd cannot do with sharded weights, where it would say nothing or something else.
 
 Forwards compute with the full face of a weight; the sharded one, which users hold, is in no graph.
+What is written to it shows in the full one's version only once that is dated.
+
 Knows the faces of parameters; nothing of units but their names.
 """
 
@@ -8,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from .autograd import NEVER_SAVED
+from .autograd import NEVER_SAVED, current_graph_task
 from .errors import UnsupportedError
 from .parameter import owner_of
 from .sharded_tensor import ShardedTensor
@@ -22,10 +25,22 @@ from .sharded_tensor import ShardedTensor
 _installed = False
 
 
-def guard_derivatives() -> None:
-    """Check every ``autograd.grad`` and ``backward`` from now on. Called once there is a unit.
+class Dated(Protocol):
+    """Has full parameters that may stay between a forward and backwards."""
+
+    def date(self) -> None:
+        """Give them the versions of their weights as they are now."""
+
+
+_dated: weakref.WeakSet[Dated] = weakref.WeakSet()
+
+
+def guard_derivatives(dated: Dated) -> None:
+    """Check every ``autograd.grad`` and ``backward`` from now on, and date ``dated``, held weakly,
+    before each: a backward may reach its weights through no hook of their unit.
     Nothing in PyTorch is told of these calls, so the functions themselves are wrapped."""
     global _installed
+    _dated.add(dated)
     if not _installed:
         torch.autograd.grad = _guarded(torch.autograd.grad)
         torch.autograd.backward = _guarded(torch.autograd.backward)
@@ -46,6 +61,9 @@ def _guarded(function: Callable[..., Any]) -> Any:
                 kwargs["inputs"] = inputs
         if inputs is not None:
             _examine(function.__name__, inputs)
+        if current_graph_task() == -1:
+            for each in list(_dated):
+                each.date()
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:

@@ -250,6 +250,8 @@ def _held(group: ParameterGroup) -> HeldBytes:
         gathered = group.full.flat.numel() * group.full.dtype.itemsize
         if group.full.storage.lifetime is Lifetime.PERSISTENT:
             kept, gathered = kept + gathered, 0
+    if group.kept_whole_main is not None:
+        kept += group.kept_whole_main.flat.numel() * dtypes.main.itemsize
     is_late = [isinstance(placement, Partial) for placement in gradient]
     if group.transport.keeps(Role.REDUCE_INPUT):
         if not all(is_late):

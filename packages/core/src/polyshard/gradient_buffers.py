@@ -1,4 +1,4 @@
-"""The buffers that one group's gradients pass through. Allocates; knows no parameters, no order."""
+"""The buffers that one group's gradients pass through. Knows no parameters and no order."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from .accumulated import as_contribution
 from .buffer import DBuffer, Spread, Spreads
-from .placements import Partial, Placement, Placements
+from .placements import Flat, Partial, Placement, Placements, Replicate
 from .precision import GroupDtypes
 from .spi import Communicator, Role
 from .transport import Transport
@@ -77,6 +78,34 @@ class GradientBuffers:
         buffer.storage.acquire()
         buffer.flat.zero_()
         return buffer
+
+    def contribution(self, finished: DBuffer, label: str) -> DBuffer:
+        """A finished gradient as a contribution to the sum that a last microbatch finishes.
+
+        Collective where it is to be whole again: at the same point on every rank.
+        """
+        gradient, optimizer = self._placements.gradient, self._placements.optimizer
+        if any(
+            isinstance(kept, Replicate) and isinstance(sliced, Flat)
+            for kept, sliced in zip(gradient, optimizer, strict=True)
+        ):
+            finished = self._gathered(finished, label)
+        return as_contribution(finished, tuple(gradient), self.zeros)
+
+    def _gathered(self, finished: DBuffer, label: str) -> DBuffer:
+        whole = self.zeros((Replicate(),) * len(finished.placements))
+        transport = self._transport
+        lane, communicators = transport.reduce_lane, transport.communicators("reduce")
+        lane.wait(transport.mark_compute())
+
+        def gather() -> None:
+            finished.redistribute(whole, communicators, label=label)
+            for communicator in communicators.values():
+                communicator.settle()
+
+        lane.submit(gather, label=label)
+        transport.compute_lane.wait(lane.mark())
+        return whole
 
     def _allocate(
         self, placements: Sequence[Placement], dtype: torch.dtype, *roles: Role

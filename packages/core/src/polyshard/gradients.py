@@ -13,18 +13,18 @@ What was accumulated is held strongly only while a backward runs; between backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor
 
-from .accumulated import AccumulatedGradients, as_contribution
+from .accumulated import AccumulatedGradients
 from .buffer import DBuffer, Spreads
 from .gradient_buffers import GradientBuffers
-from .parameter import ManagedParameter
-from .placements import Flat, Partial, Placement, Placements, Replicate
+from .parameter import ManagedParameter, part_in_words
+from .placements import Partial, Placement, Placements
 from .precision import GroupDtypes
 from .sharded_tensor import ShardedTensor
 from .spi import Communicator, LaneRole, Ticket
@@ -56,11 +56,6 @@ class GroupGradients:
         axes = range(len(grid.sizes))
         late = [axis for axis in axes if isinstance(placements.gradient[axis], Partial)]
         self._has_late, self._has_inner = bool(late), len(late) < len(grid.sizes)
-        # Finished gradients are slices of what is kept between microbatches.
-        self._is_sliced = any(
-            isinstance(kept, Replicate) and isinstance(finished, Flat)
-            for kept, finished in zip(placements.gradient, placements.optimizer, strict=True)
-        )
         self._late_purpose: LaneRole = "outer" if self._has_inner else "reduce"
         self._late_communicators = transport.communicators(self._late_purpose, late) if late else {}
         inner = [axis for axis in axes if axis not in late]
@@ -82,6 +77,8 @@ class GroupGradients:
         self._input_ticket: Ticket | None = None
 
         self.expected: frozenset[int] = frozenset()
+        self._waiting: frozenset[int] = frozenset()  # expected by what waits for a last microbatch
+        self._reduced = "reduce gradients"  # in labels
         self._arrived: set[int] = set()
         self._pending: list[tuple[int, Tensor]] = []
         self._pending_numel = 0
@@ -91,6 +88,7 @@ class GroupGradients:
         self._accumulated = AccumulatedGradients(parameters)
         self._accumulator: DBuffer | None = None  # strong only while a backward runs
         self._final: DBuffer | None = None  # likewise
+        self._finished: DBuffer | None = None  # what `.grad` held, until a reduction takes it up
         self._adopted = False  # whether this backward has looked at .grad already
         self._used: set[int] = set()  # parameters that this rank used since gradients were cleared
         self._counts: Tensor | None = None  # how many ranks used each, of what is accumulated
@@ -104,10 +102,13 @@ class GroupGradients:
 
     # -- contributions arrive -------------------------------------------------------------------
 
-    def expect(self, trained: Iterable[int]) -> None:
+    def expect(self, trained: frozenset[int]) -> None:
         """Which parameters are trained. One that was until now may have a sum to be finished."""
         late = range(len(self.parameters)) if self._has_late else ()
-        self.expected = frozenset(trained).union(filter(self._accumulated.unfinished, late))
+        # Waiting, too, is what only other ranks may have used since gradients were final.
+        self.expected = trained.union(self._waiting, filter(self._accumulated.unfinished, late))
+        # Ranks that compare what they are about to do notice that they froze different ones.
+        self._reduced = f"reduce gradients{part_in_words(self.parameters, trained)}"
 
     @property
     def complete(self) -> bool:
@@ -119,7 +120,7 @@ class GroupGradients:
         """Some gradient of the current contribution has arrived."""
         return bool(self._arrived)
 
-    def add(self, index: int, grad: Tensor, *, final: bool) -> None:
+    def add(self, index: int, grad: Tensor) -> None:
         """Take over one full gradient. Packed, and its memory dropped, with the next batch."""
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
@@ -130,11 +131,11 @@ class GroupGradients:
         self._pending.append((index, grad))
         self._pending_numel += self._numels[index]
         if self._pending_numel >= self._pack_threshold or self.complete:
-            self._pack(final)
+            self._pack()
 
-    def _pack(self, final: bool) -> None:
+    def _pack(self) -> None:
         if self._target is None:
-            self._open(final)
+            self._open()
         target = self._target
         assert target is not None
         merged: dict[int, Tensor] = {}
@@ -157,7 +158,7 @@ class GroupGradients:
         with torch.no_grad():
             self.transport.backend.ops.accumulate(region, grad.reshape(-1), self._scale)
 
-    def _open(self, final: bool) -> None:
+    def _open(self) -> None:
         """Choose what this contribution is packed into, and make it ready."""
         if self._has_inner:
             if self._input is None:
@@ -167,14 +168,14 @@ class GroupGradients:
             self._target, self._overwrite = self._input, True
             return
         # Nothing is reduced before the last microbatch: contributions add up where they will stay.
-        self._adopt(final)
+        self._adopt()
         self._overwrite = self._accumulator is None
         if self._accumulator is None:
             self._accumulator = self._buffers.accumulator()
             self._accumulator.storage.acquire()
         self._target = self._accumulator
 
-    def _adopt(self, final: bool) -> None:
+    def _adopt(self) -> None:
         """Once per backward: go on from what ``.grad`` holds now."""
         if self._adopted:
             return
@@ -188,32 +189,27 @@ class GroupGradients:
         self._used = set(self.expected.difference(kept.cleared))
         if self._counts is not None:
             self._counts[list(kept.cleared)] = 0
-        if not kept.is_final:
-            self._accumulator = kept.buffer
-        elif final or not self._has_late:
-            self._final = kept.buffer
+        if kept.is_final:
+            self._finished = kept.buffer
         else:
-            gradient, finished = tuple(self.placements.gradient), kept.buffer
-            if self._is_sliced:
-                finished = self._gathered(finished)
-            self._accumulator = as_contribution(finished, gradient, self._buffers.zeros)
+            self._accumulator = kept.buffer
 
-    def _gathered(self, finished: DBuffer) -> DBuffer:
-        """A finished gradient whole. Collective: only a reduction comes here, at the same point on
-        every rank, for where some axis keeps gradients whole they are reduced in every backward."""
-        whole = self._buffers.zeros((Replicate(),) * len(self.grid.sizes))
-        transport, label = self.transport, f"{self.label}: gradients of before"
-        lane, communicators = transport.reduce_lane, transport.communicators("reduce")
-        lane.wait(transport.mark_compute())
+    def _add_finished(self, final: bool) -> None:
+        """What was finished before is added to, or is a contribution to what is finished later.
 
-        def gather() -> None:
-            finished.redistribute(whole, communicators, label=label)
-            for communicator in communicators.values():
-                communicator.settle()
-
-        lane.submit(gather, label=label)
-        transport.compute_lane.wait(lane.mark())
-        return whole
+        Only at a reduction: before, ranks may not know alike whether a last microbatch comes.
+        """
+        finished, self._finished = self._finished, None
+        if finished is None:
+            return
+        if final or not self._has_late:
+            self._final = finished
+            return
+        contribution = self._buffers.contribution(finished, f"{self.label}: gradients of before")
+        if self._accumulator is None:
+            self._accumulator = contribution
+        else:
+            self.transport.backend.ops.accumulate(self._accumulator.flat, contribution.flat, 1.0)
 
     # -- and are reduced ------------------------------------------------------------------------
 
@@ -221,14 +217,16 @@ class GroupGradients:
         """Close the current contribution and submit its reductions. Every rank calls this for the
         same groups in the same order, also when it has nothing to contribute."""
         if self._pending or self._target is None:
-            self._pack(final)
+            self._pack()
         target = self._target
         assert target is not None
         with torch.no_grad():
             self._zero_the_rest(target)
-            self._adopt(final)
+            self._adopt()
+            self._add_finished(final)
             counts = self._count()
         self._target, self._arrived = None, set()
+        self._waiting = self.expected if self._has_late and not final else frozenset()
         if self._has_inner:
             self._reduce_inner(target, counts)
         else:
@@ -238,7 +236,7 @@ class GroupGradients:
 
     def _reduce_inner(self, target: DBuffer, counts: Tensor) -> None:
         """Reduce over all axes but the Partial ones, into what is accumulated."""
-        label = f"{self.label}: reduce gradients"
+        label = f"{self.label}: {self._reduced}"
         kept = self._accumulator if self._has_late else self._final
         fresh = kept is None
         if kept is None:
@@ -256,7 +254,7 @@ class GroupGradients:
 
     def _reduce_late(self) -> None:
         """Reduce what was accumulated over the Partial axes, into the final gradient."""
-        label = f"{self.label}: reduce gradients over {self._late_purpose} axes"
+        label = f"{self.label}: {self._reduced} over {self._late_purpose} axes"
         accumulator, kept, counts = self._accumulator, self._final, self._counts
         assert accumulator is not None
         assert counts is not None
@@ -352,7 +350,7 @@ class GroupGradients:
         self._close(final)
 
     def _close(self, final: bool) -> None:
-        self._accumulator = self._final = None
+        self._accumulator = self._final = self._finished = None
         self._in_flight.clear()
         self._late_counts.clear()
         self._adopted = False

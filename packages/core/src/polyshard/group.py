@@ -28,6 +28,7 @@ from .main_weights import MainWeights
 from .parameter import ManagedParameter
 from .placements import Flat, Partial, Placement, Placements, Replicate
 from .precision import GroupDtypes
+from .released import give_back, withdraw
 from .row_split import RowSplit
 from .schedule import Residence
 from .sharded_tensor import ShardedTensor
@@ -143,7 +144,7 @@ class ParameterGroup:
         self.weights.install()
         self.gradients.install(self.wrap)
         guard_steps()
-        guard_derivatives()
+        guard_derivatives(self)
         self.sync_requires_grad()
         self._stamp_released()
 
@@ -151,6 +152,7 @@ class ParameterGroup:
         """Take back the hooks of :meth:`install`. What the parameters were, its caller knows."""
         for handle in self._hooked.values():
             handle.remove()
+        give_back(self._full_parameters)
 
     def twin(self) -> ParameterGroup:
         """Another group with parameters and weights of its own, equal to these."""
@@ -328,6 +330,11 @@ class ParameterGroup:
         assert self._stamped is not None
         self.weights.write_back(written, self._stamped, are_full=self.full is self.main)
 
+    @property
+    def kept_whole_main(self) -> DBuffer | None:
+        """What :meth:`whole_main` fills, where the backend has it allocated once and kept."""
+        return self._whole_main
+
     @contextmanager
     def whole_main(self) -> Iterator[DBuffer]:
         """Every main weight whole, for as long as the scope lasts; collective."""
@@ -357,21 +364,28 @@ class ParameterGroup:
 
     def sync_requires_grad(self) -> None:
         """Freezing and unfreezing the sharded parameters is honoured from the next forward on."""
-        for index, parameter in enumerate(self.parameters):
-            wanted = parameter.sharded.requires_grad
-            if parameter.full.requires_grad != wanted:
-                parameter.full.requires_grad_(wanted)
-            if wanted and index not in self._hooked:
-                # Weakly: a hook lives as long as its tensor and must not keep the group alive.
-                ready = _GradReady(weakref.ref(self), index)
-                self._hooked[index] = parameter.full.register_post_accumulate_grad_hook(ready)
-        self.gradients.expect(
-            index
-            for index, parameter in enumerate(self.parameters)
-            if parameter.sharded.requires_grad
-        )
+        trained = set()
+        with torch._C.DisableTorchFunctionSubclass():  # released ones are asked nothing but this
+            for index, parameter in enumerate(self.parameters):
+                wanted = parameter.sharded.requires_grad
+                if wanted:
+                    trained.add(index)
+                if parameter.full.requires_grad != wanted:
+                    parameter.full.requires_grad_(wanted)
+                if wanted and index not in self._hooked:
+                    # Weakly: a hook lives as long as its tensor and must not keep the group alive.
+                    ready = _GradReady(weakref.ref(self), index)
+                    self._hooked[index] = parameter.full.register_post_accumulate_grad_hook(ready)
+        self.gradients.expect(frozenset(trained))
+
+    def date(self) -> None:
+        """Full parameters that are there carry the versions of their weights as they are now."""
+        if self.is_ready:
+            self._stamp(self.epochs())
 
     def _stamp(self, epochs: list[int]) -> None:
+        if self._stamped is None:
+            give_back(self._full_parameters)
         if epochs != self._stamped:
             set_versions(self._full_parameters, epochs)
             self._stamped = epochs
@@ -381,6 +395,7 @@ class ParameterGroup:
             self._stamp(self.epochs())
         else:
             set_versions(self._full_parameters, [NEVER_SAVED] * len(self._full_parameters))
+            withdraw(self._full_parameters)
             self._stamped = None
 
 

@@ -145,6 +145,24 @@ def left(unit: Unit) -> None:
         context_of(unit).leave_forward(unit, recompute=unit.recomputing)
 
 
+def interrupted(unit: Unit, depth: int) -> None:
+    """The forward is over by Ctrl-C or the like, of which modules tell no hook.
+
+    Nothing is waited for here, for that may be what was interrupted; the next forward of the root
+    lets go of what the pass has gathered.
+
+    Args:
+        depth: how many forwards of the module ran when it began.
+    """
+    if unit.depth <= depth:
+        return  # it had not begun, or hooks were told
+    unit.depth = depth
+    if depth == 0:
+        unit.call = None
+        if not unit.recomputing:
+            unit.show_sharded()
+
+
 _enter_apart, _returned_apart, _left_apart = map(torch.compiler.disable, (enter, returned, left))
 
 
@@ -214,7 +232,7 @@ class _OnGrad:
         assert context.backward is not None
         context.backward.brought_gradients = True
         local = group.parameters[index].local_grad(grad)
-        group.gradients.add(index, local, final=context.backward.final)
+        group.gradients.add(index, local)
 
 
 def _runs_inside_itself(module: nn.Module) -> bool:

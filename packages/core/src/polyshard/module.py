@@ -6,11 +6,13 @@ import copy
 from types import new_class
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from .context import FsdpContext, context_of, unit_of
 from .copying import copy_unit
 from .errors import UnsupportedError
+from .hooks import interrupted
 
 
 class FsdpModule:
@@ -27,6 +29,20 @@ class FsdpModule:
         unit = unit_of(self)  # type: ignore[arg-type]
         assert unit is not None
         return context_of(unit)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A forward, after which parameters are sharded however it ended."""
+        unit = None if torch.compiler.is_compiling() else unit_of(self)  # type: ignore[arg-type]
+        if unit is None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        depth = unit.depth
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except Exception:
+            raise  # hooks were told
+        except BaseException:
+            interrupted(unit, depth)
+            raise
 
     def __init_subclass__(cls) -> None:
         """Nothing: a module's class that keeps a register of its subclasses is to know the one its

@@ -5,6 +5,7 @@ Knows units by index and size only.
 
 from __future__ import annotations
 
+import weakref
 from itertools import accumulate
 
 from .schedule import prefetch
@@ -19,7 +20,7 @@ class Order:
         self._first = {index: place for place, index in reversed(list(enumerate(expected)))}
         self._place = -1
         self._recorded: list[int] = []
-        self._units: list[Unit] = []
+        self._units: list[weakref.ref[Unit]] = []  # weakly: they hold the context that holds this
         self._sizes: list[int] = []
         self._gathered: list[int] = []  # of those expected, the ones that gather anything
         self._before: list[int] = []  # how many of them are expected up to each place
@@ -31,7 +32,7 @@ class Order:
 
     def begin(self, units: list[Unit]) -> None:
         """A pass begins."""
-        self._place, self._recorded, self._units = -1, [], units
+        self._place, self._recorded, self._units = -1, [], list(map(weakref.ref, units))
         self._sizes = [unit.gathered_numel for unit in units]
         self._gathered = [index for index in self._expected if self._sizes[index]]
         self._before = list(accumulate(self._sizes[index] > 0 for index in self._expected))
@@ -49,18 +50,13 @@ class Order:
         # would go through all.
         place = self._before[self._place] - 1 if self._place >= 0 else -1
         chosen = prefetch(self._gathered, place, sizes=self._sizes, units=units, elements=elements)
-        return [self._units[index] for index in chosen]
+        return [other for index in chosen if (other := self._units[index]()) is not None]
 
     def next(self) -> Order:
         """What to expect of the next pass: what was recorded, if anything was."""
-        self.end()
         if not self._recorded or self._recorded == self._expected:
             return self
         return Order(self._recorded)
-
-    def end(self) -> None:
-        """The pass is over. Units are held no longer: they hold the context that holds this."""
-        self._units = []
 
     def reversed(self) -> Order:
         return Order(list(dict.fromkeys(self._expected[::-1])))

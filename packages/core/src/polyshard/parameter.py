@@ -143,6 +143,15 @@ def owner_of(parameter: Tensor) -> Any:
     return None if reference is None else reference()
 
 
+def part_in_words(parameters: Sequence[ManagedParameter], part: frozenset[int]) -> str:
+    """Which of them are in ``part``, to go after a noun; empty if all are."""
+    others = [index for index in range(len(parameters)) if index not in part]
+    if not others:
+        return ""
+    word, listed = ("of", sorted(part)) if len(part) < len(others) else ("but of", others)
+    return f" {word} {', '.join(repr(parameters[index].name) for index in listed) or 'none'}"
+
+
 def find_parameters(
     named_modules: Sequence[tuple[str, nn.Module]], ignored: frozenset[int]
 ) -> list[tuple[nn.Parameter, list[Slot]]]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import Tensor
 
+from .autograd import current_graph_task
 from .errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -27,6 +29,12 @@ PARAMETER_REMEDY = (
     "register_forward_method(module, name), and inside `with unsharded(module):`; full_tensor() "
     "takes a copy."
 )
+RECOMPUTED_REMEDY = (
+    "This is in what a backward recomputes, as checkpoint(use_reentrant=True) does, and backward "
+    "came there through no output of the unit: by something that another module kept. Use "
+    "use_reentrant=False, or return what was kept from the forward, or give the recomputed module "
+    "to fully_shard as a unit of its own."
+)
 INCOMPLETE = (
     "it is placed Partial: each rank holds its own contribution to a value that is only summed on "
     "the last microbatch"
@@ -43,6 +51,9 @@ def refuse(
     if unit is not None:
         name = f"{name} of unit {unit!r}"
         remedy = remedy.replace(REMEDY, PARAMETER_REMEDY)
+    if current_graph_task() != -1 and torch.is_grad_enabled():
+        remedy = remedy.replace(REMEDY, RECOMPUTED_REMEDY)
+        remedy = remedy.replace(PARAMETER_REMEDY, RECOMPUTED_REMEDY)
     operation = getattr(operation, "__name__", operation)
     raise UnsupportedError(f"{name}: {operation} is refused: {reason}. {remedy}")
 
@@ -68,6 +79,15 @@ def refuse_plain(first: ShardedTensor | None, operation: object, plain: Tensor) 
 
 def refuse_unlike(first: ShardedTensor, operation: object, other: ShardedTensor) -> NoReturn:
     """Refuse two sharded tensors that lie differently."""
+    if first._geometry.is_partial != other._geometry.is_partial and first.shape == other.shape:
+        refuse(
+            first,
+            operation,
+            "one operand is a gradient that waits for the last microbatch, a sum on this rank "
+            "only, and the other is complete, such as the gradient of a penalty on sharded weights",
+            "Add such a penalty to the loss of the first microbatch of a step, which has the same "
+            "effect, or compute it from the weights inside the forward.",
+        )
     refuse(
         first,
         operation,

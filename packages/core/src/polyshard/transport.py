@@ -108,7 +108,9 @@ class Transport:
                 if debugging():
                     communicator = CheckedCommunicator(communicator, group)
                 self._communicators[purpose, axis] = communicator
-        return {axis: self._communicators[purpose, axis] for axis in wanted}
+        found = _Communicators({axis: self._communicators[purpose, axis] for axis in wanted})
+        found.transport = self
+        return found
 
     def mesh_with(self, other: DeviceMesh | None) -> DeviceMesh:
         """The mesh of the dp axes, then those of ``other``; collective where that is new."""
@@ -172,9 +174,15 @@ class Transport:
         """What this rank moved so far, over all axes and purposes."""
         total = Traffic()
         for communicator in self._communicators.values():
-            total.calls.update(communicator.traffic.calls)
-            total.bytes.update(communicator.traffic.bytes)
+            total += communicator.traffic
         return total
+
+
+class _Communicators(dict[int, Communicator]):
+    """Submitted work holds these, and with them the transport: it closes only after that work, also
+    where a pass failed that had gathered ahead and its model was dropped at once."""
+
+    transport: Transport
 
 
 def _place(key: tuple[int, DeviceMesh, tuple[int, ...], torch.device]) -> object:

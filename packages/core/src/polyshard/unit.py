@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .autograd import storages_of
-from .calls import Call
+from .calls import Call, ForwardPass
 from .errors import UnsupportedError
 from .group import ParameterGroup
 from .parameter import ManagedParameter
@@ -194,11 +194,13 @@ class Unit:
         for group in self.groups:
             written = group.written_in_forward()
             if written is not None:
+                lost = "the gathered copy is dropped, so the change would be lost"
+                if not group.gathered_numel:
+                    lost = "each rank has changed it by its own data, so the ranks now differ"
                 raise UnsupportedError(
                     f"the forward of unit {self.name!r} wrote to its own parameter "
-                    f"{written.name!r} (nn.Embedding(max_norm=...) does); the gathered copy is "
-                    "dropped, so the change would be lost. Change weights between steps, inside "
-                    "`with unsharded(module):`."
+                    f"{written.name!r} (F.embedding(max_norm=...) does); {lost}. Change weights "
+                    "between steps, inside `with unsharded(module):`."
                 )
 
     def shares_storage(self, tensors: Sequence[Tensor]) -> bool:
@@ -225,6 +227,11 @@ class Unit:
     def started(self) -> bool:
         """Gradients arrived that were not reduced yet."""
         return any(group.gradients.started for group in self.groups)
+
+    def take_part(self, forward_pass: ForwardPass) -> None:
+        """A forward enters the unit, or a backward comes to one that may have."""
+        self.entered_forward |= (id(self), True) in forward_pass.entered
+        self.entered_without_grad |= (id(self), False) in forward_pass.entered
 
     def reduce(self, *, final: bool) -> None:
         """Submit the reductions of all groups, in their order."""

@@ -42,6 +42,11 @@ class Traffic:
         self.calls[kind] += 1
         self.bytes[kind] += nbytes
 
+    def __iadd__(self, other: Traffic) -> Traffic:
+        self.calls.update(other.calls)
+        self.bytes.update(other.bytes)
+        return self
+
     @property
     def total_bytes(self) -> int:
         return sum(self.bytes.values())
