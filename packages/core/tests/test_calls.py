@@ -13,7 +13,7 @@ from polyshard.calls import Call, EnteredCalls, ForwardPass, tick
 
 def call_at(start: int, *, recomputed: bool = False) -> Call:
     unit: Any = SimpleNamespace()
-    call = Call(unit, ForwardPass(is_last=True), recomputed)
+    call = Call(unit, ForwardPass(is_last=True), task=7 if recomputed else -1)
     call.start = start
     return call
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from polyshard.autograd import (
     NEVER_SAVED,
     BackwardSession,
+    SavedMark,
     current_graph_task,
     producers,
     set_versions,
@@ -100,6 +101,35 @@ class TestVersions:
         assert buffer.tolist() == [2.0, 2.0, 1.0, 1.0]
         one.data.zero_()
         assert one._version == 4
+
+
+class TestSavedMark:
+    """torch._C._autograd._get_current_graph_task_keep_graph, and what is saved, asked back."""
+
+    @pytest.mark.parametrize("retain", [True, False])
+    def test_asked_back(self, retain: bool) -> None:
+        """A region is recomputed up to the mark, again in a backward that may come again, and not
+        where its graph is not retained."""
+        seen: list[str] = []
+        marks: list[SavedMark] = []
+
+        def region(x: Tensor) -> Tensor:
+            seen.append("begins")
+            marks.append(SavedMark())
+            seen.append("goes on")
+            return x.clone()  # saves nothing
+
+        y = checkpoint(region, leaf(), use_reentrant=False)
+        assert y.grad_fn is not None
+        y.grad_fn.register_prehook(lambda grads: marks[0].ask_back())
+        y.sum().backward(retain_graph=True)
+        assert seen == ["begins", "goes on", "begins"]  # nothing is saved after it
+        y.sum().backward(retain_graph=retain)
+        assert seen == ["begins", "goes on", "begins", "begins"]
+        if not retain:
+            y = (2 * y).sum()  # its own graph is there: only the region is not held any more
+            y.backward()
+            assert seen == ["begins", "goes on", "begins", "begins"]
 
 
 class TestGraphTask:

@@ -41,6 +41,29 @@ def producers(tensor: Tensor) -> Iterator[Node]:
         yield base.grad_fn
 
 
+class SavedMark:
+    """What a forward saves for backward at one point, to have a region recomputed up to there.
+
+    Outside of a checkpointed region (``use_reentrant=False``), asking for it back does nothing.
+    """
+
+    __slots__ = ("_node",)
+
+    def __init__(self) -> None:
+        nothing = torch.empty(0, device="cpu", requires_grad=True)
+        self._node = nothing.sin().grad_fn
+
+    def ask_back(self) -> None:
+        """Inside a backward, once in each."""
+        node = self._node
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self._node = (
+                None  # it would hold the region, with its inputs, longer than backward does
+            )
+        if node is not None:
+            _ = node._saved_self  # type: ignore[attr-defined]
+
+
 def before_node(node: Node, call: Callable[[], None]) -> None:
     """Run ``call`` each time backward reaches ``node``; of several calls the latest given first.
 
@@ -165,6 +188,11 @@ class BackwardSession:
     def running(self) -> bool:
         """True while a backward that concerns us has not finished or failed."""
         return any(reference() is not None for reference in self._tasks)
+
+    def nests(self, task: int) -> bool:
+        """Whether the current backward is nested in ``task``."""
+        alive = {known.id for reference in self._tasks if (known := reference())}
+        return task in alive and task != current_graph_task()
 
     def _leave(self, task: _Task) -> None:
         self._tasks = [known for known in self._tasks if known() not in (None, task)]

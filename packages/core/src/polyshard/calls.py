@@ -16,6 +16,8 @@ from itertools import count
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from .autograd import SavedMark
+
 if TYPE_CHECKING:
     from .unit import Unit
 
@@ -49,9 +51,15 @@ class Call:
 
     unit: Unit
     forward_pass: ForwardPass
-    recomputed: bool  # inside a backward: it belongs to no forward pass
+    task: int  # the backward that it is recomputed in, then it belongs to no forward pass; or -1
     start: int = field(default_factory=tick)
     left_by: int | None = None  # which backward of the forward pass has left it, 0: none yet
+    mark: SavedMark | None = None  # saved where it began, if its unit is gathered
+
+    @property
+    def recomputed(self) -> bool:
+        """It is a forward inside a backward."""
+        return self.task >= 0
 
     def count(self) -> None:
         """Backward can enter it from now on."""

@@ -151,7 +151,7 @@ class FsdpContext:
 
     def begin_call(self, unit: Unit) -> Call:
         """A forward of the unit whose gradients are recorded."""
-        return Call(unit, self.latest_forward, unit.recomputing)
+        return Call(unit, self.latest_forward, current_graph_task() if unit.recomputing else -1)
 
     def is_root(self, unit: Unit) -> bool:
         """Whether the forward that runs began with ``unit``."""
@@ -235,6 +235,8 @@ class FsdpContext:
         At first all of the unit is gathered; what was released since only where it is used again.
         What it reaches now was there at the tick ``moment``.
         """
+        if call.recomputed and not _session.nests(call.task):
+            return  # by way of an input that it handed on: nothing of it is in this graph
         unit = call.unit
         self.enter_backward(None if call.recomputed else call.forward_pass)
         is_first, is_new = not unit.entered_backward, call not in unit.entered_calls
@@ -253,18 +255,17 @@ class FsdpContext:
             _rest()
         if is_new:
             _entered.enter(call, current_graph_task())
+            if call.mark is not None:
+                call.mark.ask_back()
         elif call not in unit.not_left:
             return  # by way of an input that it handed on: all that it computed has run
         # Recomputation inside the unit looks its parameters up.
         unit.show_full()
-        if not is_first:
-            released = [group for group in groups if not group.is_ready]
-            unit.submit_gather(released, forward=False)
-            unit.await_gather(released)
-            return
-        unit.submit_gather(forward=False)
-        self._gather_ahead(unit)
-        unit.await_gather()
+        wanted = None if is_first else [group for group in groups if not group.is_ready]
+        unit.submit_gather(wanted, forward=False)
+        if is_first:
+            self._gather_ahead(unit)
+        unit.await_gather(wanted)
 
     def _gather_ahead(self, unit: Unit) -> None:
         """Backward comes to a unit, by recomputing it or by its outputs: once for each."""
@@ -284,8 +285,10 @@ class FsdpContext:
         unit.leave(call, more_to_come=more_to_come, everywhere=everywhere)
         if unit.may_rest:
             _left[unit] = None
-        more_in_pass = not call.recomputed and call.forward_pass.open_calls[id(unit)]
-        more_in_pass = more_in_pass or (call.recomputed and not unit.is_collective)
+        # Recomputation comes on top of the calls that were counted, maybe on some ranks only.
+        more_in_pass = call.forward_pass.open_calls[id(unit)] if not call.recomputed else 0
+        if not unit.is_collective:
+            more_in_pass |= call.recomputed or unit.entered_without_grad
         is_done = not (unit.not_left or more_in_pass or (more_to_come and self._joint))
         # Roots reduce in the reverse order of their forwards.
         later_open = any(
@@ -404,10 +407,8 @@ def _drop_failed_backward() -> None:
     if _active and not _session.running:
         _entered.clear()
         _left.clear()
-        failed = list(_active)
-        _active.clear()
-        for context in failed:
-            context.abandon()
+        while _active:
+            _active.pop().abandon()
 
 
 _session = BackwardSession(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .autograd import before_node, producers, tensors_in
+from .autograd import SavedMark, before_node, producers, tensors_in
 from .calls import Call, tick
 from .context import context_of
 from .errors import UnsupportedError
@@ -109,17 +109,27 @@ def enter(
     context = context_of(unit)
     if unit.depth and (not context.is_root(unit) or _runs_inside_itself(module)):
         unit.depth += 1  # its weights are there
+        _mark(unit)
         return None
     unit.refuse_unwritten()
     unit.recomputing = context.enter_forward(unit)
     unit.depth = 1
     unit.show_full()
     unit.call = context.begin_call(unit) if torch.is_grad_enabled() else None
+    mark = _mark(unit)
+    if unit.call is not None:
+        unit.call.mark = mark
     precision = unit.precision
     if precision.compute_dtype is None or not precision.cast_forward_inputs:
         return None
     dtype = precision.compute_dtype
     return _cast(args, dtype), _cast(kwargs, dtype)
+
+
+def _mark(unit: Unit) -> SavedMark | None:
+    """Ranks that compute different things in a checkpointed region recompute it as far as the units
+    in it that are gathered, at the first of them. Recomputation has to save all that was saved."""
+    return SavedMark() if unit.is_collective and torch.is_grad_enabled() else None
 
 
 def returned(unit: Unit, output: Any) -> Any:
