@@ -134,6 +134,13 @@ OF_PASSES = [
         "ranks::behaves_regions::test_what_one_rank_computes_in_a_region[after-computes-zero3]",
     ),
     Mutant(
+        "a region that nothing needs may have lost its input",
+        "autograd.py",
+        'if "modified by an inplace operation" not in str(error):',
+        "if True:",
+        "ranks::behaves_regions::test_what_a_region_handed_on_is_overwritten[zero3]",
+    ),
+    Mutant(
         "a recomputation saves what the forward saved, also in a call inside another",
         "hooks.py",
         "unit.depth += 1  # its weights are there\n        _mark(unit)",
@@ -143,8 +150,8 @@ OF_PASSES = [
     Mutant(
         "a region is held no longer than its backward",
         "autograd.py",
-        "if not torch._C._autograd._get_current_graph_task_keep_graph():",
-        "if False:",
+        "self._node = None  # holds",
+        "pass  # holds",
         "ranks::behaves_regions::test_a_region_is_held_no_longer_than_its_backward",
     ),
     Mutant(

@@ -110,6 +110,35 @@ def test_a_graph_with_a_region_that_is_retained(strategy: str) -> None:
     compare(functools.partial(take, inside=after, used=True, twice=True), strategy)
 
 
+class Overwriting(nn.Module):
+    """Overwrites what a region returned, and with it the region's input if that was handed on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.one = nn.Linear(WIDTH, WIDTH), Shift()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(self.one, self.layer(x), False, use_reentrant=False)
+        y.mul_(0.5)
+        return y.sin()
+
+
+def overwritten(side: Side) -> None:
+    model = Overwriting()
+    side.shard(model.one, model)
+    data = side.data(0, 4, WIDTH)
+    for _ in range(2):
+        side.mean(lambda rank: model(data[rank]).mean()).backward()
+        side.note_model(model)
+
+
+@pytest.mark.behaviour(16, 30)
+@over_strategies
+def test_what_a_region_handed_on_is_overwritten(strategy: str) -> None:
+    """Nothing in it has to be recomputed, so that its input is not needed any more."""
+    compare(overwritten, strategy)
+
+
 class Recursive(nn.Module):
     """A forward method of the root recomputes the root itself."""
 

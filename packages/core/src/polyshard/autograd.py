@@ -57,11 +57,15 @@ class SavedMark:
         """Inside a backward, once in each."""
         node = self._node
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            self._node = (
-                None  # it would hold the region, with its inputs, longer than backward does
-            )
-        if node is not None:
+            self._node = None  # holds the region with its inputs; backward will not come again
+        if node is None:
+            return
+        try:
             _ = node._saved_self  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            # The region's input was overwritten: an error only if backward needs it, which says so.
+            if "modified by an inplace operation" not in str(error):
+                raise
 
 
 def before_node(node: Node, call: Callable[[], None]) -> None:
