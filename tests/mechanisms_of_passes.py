@@ -177,6 +177,14 @@ OF_PASSES = [
         "ranks::behaves_regions::test_a_skipped_unit_of_ddp_that_is_recomputed_after_a_call",
     ),
     Mutant(
+        "a unit that may be recomputed is left where all ranks are",
+        "unit.py",
+        "return self.is_collective and self.entered_without_grad",
+        "return False",
+        "ranks::behaves_regions::test_what_one_rank_computes_around_a_recomputed_unit"
+        "[between_calls-zero3]",
+    ),
+    Mutant(
         "a recomputed unit shows its whole weights until backward has left it",
         "hooks.py",
         "if not unit.recomputing:\n            # After",
@@ -193,7 +201,7 @@ OF_PASSES = [
     Mutant(
         "backward has left what began later than what it reaches",
         "context.py",
-        "_leave(_entered.passed(moment), everywhere=everywhere)",
+        "_leave(_entered.passed(moment, everywhere=everywhere), everywhere=everywhere)",
         "pass",
         "core::unit_memory::TestGathered::test_in_forward_and_in_backward",
     ),

@@ -205,6 +205,67 @@ def test_a_skipped_unit_of_ddp_that_is_recomputed_after_a_call() -> None:
     compare(skipped_and_recomputed, "ddp")
 
 
+def between_calls(model: Model, x: Tensor, rank: int) -> Tensor:
+    """Before a unit's own call, and after it was called in a reentrant checkpoint."""
+    x = checkpoint(model.one, torch.tanh(model.layer(x)), use_reentrant=True)
+    if rank == 0:
+        x = torch.tanh(model.layer(x))
+    return model.one(x)
+
+
+def between_more_calls(model: Model, x: Tensor, rank: int) -> Tensor:
+    for _ in range(2):
+        x = checkpoint(model.one, torch.tanh(model.layer(x)), use_reentrant=True)
+    return between_calls(model, x, rank)
+
+
+def in_front_of_another(model: Model, x: Tensor, rank: int) -> Tensor:
+    """Inside the recomputed region."""
+
+    def region(x: Tensor) -> Tensor:
+        x = model.one(x)
+        if rank == 0:
+            x = torch.tanh(model.layer(x))
+        return model.other(x)
+
+    return checkpoint(region, torch.tanh(model.layer(x)), use_reentrant=True)
+
+
+AROUND = [between_calls, between_more_calls, in_front_of_another]
+
+
+class Plainly(Model):
+    """With no region of its own."""
+
+    def forward(self, x: Tensor, way: Callable[..., Tensor], rank: int) -> Tensor:  # type: ignore[override]
+        return way(self, x, rank)
+
+
+def take_around(side: Side, way: Callable[..., Tensor]) -> None:
+    model = Plainly()
+    side.shard(model.one, model.other, model)
+    for step in range(2):
+        data = side.data(step, 4, WIDTH)
+
+        def loss(data: list[Tensor] = data) -> Tensor:
+            return side.mean(lambda rank: model(data[rank], way, rank).square().mean())
+
+        (loss() + loss()).backward()
+        side.note_model(model)
+        loss().backward()
+        side.note_model(model)
+
+
+@pytest.mark.behaviour(11, 16)
+@over_strategies
+@pytest.mark.parametrize("way", AROUND, ids=lambda way: way.__name__)
+def test_what_one_rank_computes_around_a_recomputed_unit(
+    strategy: str, way: Callable[..., Tensor]
+) -> None:
+    """A unit is reduced as often on every rank, whether it was left before its recomputation."""
+    compare(functools.partial(take_around, way=way), strategy)
+
+
 def regions_held(rank: int) -> list[bool]:
     """Whether the input of a region lives on after backward, with the loss and without."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from polyshard.calls import Call, EnteredCalls, ForwardPass, tick
 
 
-def call_at(start: int, *, recomputed: bool = False) -> Call:
-    unit: Any = SimpleNamespace()
+def call_at(start: int, *, recomputed: bool = False, together: bool = False) -> Call:
+    unit: Any = SimpleNamespace(is_left_together=together)
     call = Call(unit, ForwardPass(is_last=True), task=7 if recomputed else -1)
     call.start = start
     return call
@@ -26,11 +26,23 @@ class TestEnteredCalls:
         calls = [call_at(start) for start in starts]
         for call in calls:
             entered.enter(call, task=0)
-        left = list(entered.passed(moment))
+        left = list(entered.passed(moment, everywhere=True))
         assert {id(call) for call in left} == {id(c) for c in calls if c.start > moment}
         assert [call.start for call in left] == sorted((c.start for c in left), reverse=True)
-        assert list(entered.passed(moment)) == []
-        assert len(list(entered.passed(-1))) == len(calls) - len(left)
+        assert list(entered.passed(moment, everywhere=True)) == []
+        assert len(list(entered.passed(-1, everywhere=True))) == len(calls) - len(left)
+
+    @given(st.lists(st.booleans(), max_size=12), st.integers(-1, 12))
+    def test_some_stay_until_all_ranks_are_there(self, kinds: list[bool], moment: int) -> None:
+        entered = EnteredCalls()
+        calls = [call_at(start, together=together) for start, together in enumerate(kinds)]
+        for call in calls:
+            entered.enter(call, task=0)
+        later = [call for call in reversed(calls) if call.start > moment]
+        left = list(entered.passed(moment, everywhere=False))
+        assert left == [call for call in later if not call.unit.is_left_together]
+        rest = list(entered.passed(moment, everywhere=True))
+        assert rest == [call for call in later if call.unit.is_left_together]
 
     def test_recomputed_ones_end_with_their_task(self) -> None:
         """The end of a nested backward leaves what was recomputed for it and entered, once."""
@@ -41,9 +53,9 @@ class TestEnteredCalls:
         entered.enter(other, task=2)
         assert list(entered.ended(1)) == [mine]
         assert list(entered.ended(1)) == []
-        assert list(entered.passed(2)) == [other]
+        assert list(entered.passed(2, everywhere=True)) == [other]
         assert list(entered.ended(2)) == []
-        assert list(entered.passed(0)) == [outer]
+        assert list(entered.passed(0, everywhere=True)) == [outer]
 
 
 class TestCall:

@@ -89,10 +89,21 @@ class EnteredCalls:
         if call.recomputed:
             self._by_task.setdefault(task, []).append(call)
 
-    def passed(self, moment: int) -> Iterator[Call]:
-        """Backward reached what was there at ``moment``: the calls that it has left by that."""
+    def passed(self, moment: int, *, everywhere: bool) -> Iterator[Call]:
+        """Backward reached what was there at ``moment``: the calls that it has left by that.
+
+        Args:
+            everywhere: all ranks are at this point. Else the calls of units that are to be left at
+                such points only stay.
+        """
+        staying: list[Call] = []
         while self._by_start and self._by_start[-1].start > moment:
-            yield self._by_start.pop()
+            call = self._by_start.pop()
+            if everywhere or not call.unit.is_left_together:
+                yield call
+            else:
+                staying.append(call)
+        self._by_start += reversed(staying)
 
     def ended(self, task: int) -> Iterator[Call]:
         """A nested backward ended, and with it the calls that were recomputed for it."""

@@ -250,7 +250,7 @@ class FsdpContext:
         # uses of a unit in between is its own affair: all ranks are where a call is entered of a
         # unit that gathers.
         everywhere = is_new and unit.is_collective
-        _leave(_entered.passed(moment), everywhere=everywhere)
+        _leave(_entered.passed(moment, everywhere=everywhere), everywhere=everywhere)
         if everywhere:
             _rest()
         if is_new:
@@ -393,7 +393,7 @@ def _rest() -> None:
 
 
 def _finish_active() -> None:
-    _leave(_entered.passed(-1), everywhere=True)
+    _leave(_entered.passed(-1, everywhere=True), everywhere=True)
     _entered.clear()
     _left.clear()
     # In the reverse order of their forwards, the same on every rank.

@@ -68,6 +68,12 @@ class Unit:
         self.met_in_backward = False  # by the backward that runs: recomputed, or a call entered
         self.may_rest = False  # it has left some, and not released the weights since
 
+    @property
+    def is_left_together(self) -> bool:
+        """Backward leaves its calls where all ranks are only: what it reduces by then, before the
+        unit is recomputed, is to be the same on each."""
+        return self.is_collective and self.entered_without_grad
+
     def rename(self, name: str) -> None:
         """Take the name that the root knows the unit by; the same on every rank."""
         self.name = name or self.name
