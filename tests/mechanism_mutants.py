@@ -37,6 +37,14 @@ from mutated_core import SOURCE as SOURCE  # noqa: E402
 MUTANTS = [*OF_PASSES, *AT_REST]
 #: Seconds after which a rank that waits for another gives up, and after which any rank ends.
 PATIENCE, LIFETIME = 5, 50
+#: Tests that one process puts to a sound core.
+AT_ONCE = 12
+
+
+def batched(tests: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    """The tests, so many at a time."""
+    for start in range(0, len(tests), size):
+        yield tests[start : start + size]
 
 
 @dataclass(frozen=True)
@@ -229,7 +237,11 @@ def main() -> None:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     if wanted == "--sound":
         tests = sorted({mutant.test for mutant in MUTANTS})
-        trials = [sound([t for t in tests if t.startswith(f)]) for f in FOLDERS.values()]
+        trials = [
+            sound(few)
+            for folder in FOLDERS.values()
+            for few in batched([test for test in tests if test.startswith(folder)], AT_ONCE)
+        ]
     else:
         trials = [trial(mutant) for mutant in MUTANTS if wanted in mutant.mechanism]
     prepare()

@@ -124,7 +124,7 @@ OF_PASSES = [
         "context.py",
         "if current_graph_task() != -1:",
         "if False:",
-        "core::unit_passes::TestCheckpointing::test_trains[zero3-reshard-around-saved]",
+        "ranks::behaves_recomputed::test_recomputed_units[whole-reentrant-zero3]",
     ),
     Mutant(
         "a region is recomputed at the first of its units, on every rank",
@@ -189,7 +189,7 @@ OF_PASSES = [
         "hooks.py",
         "if not unit.recomputing:\n            # After",
         "if True:\n            # After",
-        "core::unit_passes::TestCheckpointing::test_nested[zero3-reshard-reentrant-inside-saved]",
+        "core::unit_passes::TestCheckpointing::test_nested[ddp-reshard-reentrant-inside-saved]",
     ),
     Mutant(
         "what comes again is released where all ranks are",

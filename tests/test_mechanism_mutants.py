@@ -57,7 +57,7 @@ class TestList:
 def test_a_sound_core_survives() -> None:
     """What kills the mutants is what they lack: with nothing replaced, all those tests pass."""
     told = outcomes("--sound")
-    assert len(told) == 2
+    assert len(told) > 1
     assert not [outcome for outcome in told if outcome.error]
 
 
