@@ -329,6 +329,13 @@ AT_REST = [
         "core::unit_weights::TestFullStateDict::test_is_that_of_the_plain_model[zero3]",
     ),
     Mutant(
+        "ranks agree on whether they go on with connections that are there",
+        "api.py",
+        "transport = in_use if in_use and same else Transport.new(*place)",
+        "transport = in_use or Transport.new(*place)",
+        "ranks::behaves_found::test_garbage_that_ranks_collect_at_different_times[before]",
+    ),
+    Mutant(
         "gradients pending on other axes are summed",
         "parameter.py",
         "if tuple(grad.placements) != self.other_placements:",

@@ -36,6 +36,12 @@ def objections(case: Case) -> Iterator[str]:
                 yield "ranks choose, and may raise at different points"
             if call.inplace and case.block(call.block).returns == "parameter":
                 yield "a whole weight is written through an output, which is refused"
+    if "plain" in case.checkpoints and any(
+        isinstance(step, Use) and step.no_grad and _kind_of(block, step) == "batch norm"
+        for block in case.blocks
+        for step in block.steps
+    ):
+        yield "how often what saves nothing runs in a checkpointed region is not promised"
     by_data = "data" in case.guards or "chosen rows" in case.kinds
     if by_data and any(operation.mode == "autocast" for operation in case.operations):
         yield "rounding in autocast could choose otherwise"
@@ -106,8 +112,12 @@ def _begins_with_a_layer(root: Block) -> bool:
     """So that no output is an input itself."""
     if not root.steps or isinstance(root.steps[0], Call) or root.steps[0].guard:
         return False
-    kind = next(layer.kind for layer in root.layers if layer.name == root.steps[0].layer)
-    return bool(LAYERS[kind].used)
+    return bool(LAYERS[_kind_of(root, root.steps[0])].used)
+
+
+def _kind_of(block: Block, step: Use) -> str:
+    """Of the layer that a step uses."""
+    return next(layer.kind for layer in block.layers if layer.name == step.layer)
 
 
 def _has_unit(case: Case, name: str) -> bool:

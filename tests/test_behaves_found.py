@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+import polyshard.api
 from polyshard import Placements, fully_shard
 from polyshard.testing import run_ranks
 
@@ -207,9 +208,20 @@ def test_what_was_gathered_ahead_is_not_trusted(strategy: str, fails: bool) -> N
     compare(functools.partial(prefetched, fails=fails), strategy)
 
 
-def garbage(rank: int) -> int:
-    """Two models, one after the other; one rank frees the first and the other does not yet."""
+def garbage(rank: int, when: str) -> int:
+    """Models, one after the other; one rank frees each before the next, or while the next is made,
+    and the other does not yet."""
+    agree = polyshard.api.agree
+
+    def interrupted(*args: object, **kwargs: object) -> bool:
+        same = agree(*args, **kwargs)
+        if rank == 0:
+            gc.collect()
+        return same
+
     gc.disable()
+    if when == "while":
+        polyshard.api.agree = interrupted
     try:
         for _ in range(3):
             mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -218,17 +230,19 @@ def garbage(rank: int) -> int:
             fully_shard(model, mesh, Placements.zero3("dp"))
             model(torch.ones(2, 3)).sum().backward()
             del model, mesh
-            if rank == 0:
+            if rank == 0 and when == "before":
                 gc.collect()
     finally:
         gc.enable()
+        polyshard.api.agree = agree
     return rank
 
 
 @pytest.mark.behaviour(23)
-def test_garbage_that_ranks_collect_at_different_times() -> None:
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_garbage_that_ranks_collect_at_different_times(when: str) -> None:
     """Whether ranks go on with the connections of a model before is decided by all of them."""
-    assert run_ranks(2, garbage) == [0, 1]
+    assert run_ranks(2, garbage, when) == [0, 1]
 
 
 class Kept(nn.Module):

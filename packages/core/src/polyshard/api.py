@@ -125,8 +125,10 @@ def fully_shard(
         )
     everyone = [mesh.get_group(axis) for axis in axes]
     place = None if request is None else (request.backend, mesh, axes, request.device)
-    number = Transport.number(*place) if place else 0
-    reuse = agree(subject, description, failure, everyone, vote=number)
+    # Held from here on: what one rank has freed, another may still hold.
+    in_use = Transport.in_use(*place) if place else None
+    vote = in_use.number if in_use else 0
+    same = agree(subject, description, failure, everyone, vote=vote)
     assert request is not None
     assert place is not None
     if debugging():
@@ -135,7 +137,7 @@ def fully_shard(
         groups_of_rows = [mesh.get_group(axis) for axis in sharded]
         agree(subject, request.values(), None, groups_of_rows)
 
-    transport = Transport.shared(*place, reuse=reuse)
+    transport = in_use if in_use and same else Transport.new(*place)
     groups = [
         ParameterGroup(
             f"{type(module).__name__} ({str(parameters[0].full.dtype).removeprefix('torch.')})",

@@ -56,44 +56,36 @@ class Transport:
         #: The mesh of these axes alone: on other axes parameters may differ.
         self.dp_mesh = submesh(mesh, axes)
         self.ranks = frozenset(self.dp_mesh.mesh.flatten().tolist())
+        self.number = 0  # among those made for the same, on this rank; from 1
         self._joined: dict[DeviceMesh, DeviceMesh] = {}
         self._communicators: dict[tuple[LaneRole, int], Communicator] = {}
         self._finalizer = weakref.finalize(self, _close, self._communicators)
 
     @classmethod
-    def number(
+    def in_use(
         cls,
         backend: CollectiveBackend,
         mesh: DeviceMesh,
         axes: tuple[int, ...],
         device: torch.device,
-    ) -> int:
-        """Of the transport that is in use on this rank for these; 0 if none is."""
-        key = (id(backend), mesh, axes, device)
-        return cls._made[_place(key)] if key in cls._all else 0
+    ) -> Transport | None:
+        """What units of this rank have for these, if garbage collection has not come to it."""
+        return cls._all.get((id(backend), mesh, axes, device))
 
     @classmethod
-    def shared(
+    def new(
         cls,
         backend: CollectiveBackend,
         mesh: DeviceMesh,
         axes: tuple[int, ...],
         device: torch.device,
-        *,
-        reuse: bool,
     ) -> Transport:
-        """The transport of this backend, mesh and axes, made if nothing uses it yet.
-
-        Args:
-            reuse: every rank has the one of the same :meth:`number`. What one rank has freed,
-                another may still hold, until its garbage is collected.
-        """
+        """Another one, which units made later find in use; collective over the axes."""
+        transport = cls(backend, mesh, axes, device)
         key = (id(backend), mesh, axes, device)
-        transport = cls._all.get(key) if reuse else None
-        if transport is None:
-            transport = cls(backend, mesh, axes, device)
-            cls._all[key] = transport
-            cls._made[_place(key)] += 1
+        cls._all[key] = transport
+        cls._made[_place(key)] += 1
+        transport.number = cls._made[_place(key)]
         return transport
 
     def communicators(
