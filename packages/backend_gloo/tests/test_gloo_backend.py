@@ -41,9 +41,9 @@ class TestItself:
         assert polyshard_gloo.__version__ == declared
 
     def test_capabilities(self) -> None:
-        """It serves CPUs, accumulates in fp32 and wants no buffers kept."""
+        """It serves CPUs, by choice CUDA too, accumulates in fp32 and wants no buffers kept."""
         capabilities = GlooBackend.capabilities
-        assert capabilities.device_types == {"cpu"}
+        assert capabilities.device_types == {"cpu", "cuda"}
         assert capabilities.fp32_accumulation
         assert capabilities.persistent_roles == frozenset()
         assert not capabilities.graph_capture
@@ -53,7 +53,8 @@ class TestItself:
         """Another device, or a torch without gloo, is a reason and not an error."""
         backend = GlooBackend()
         assert backend.unavailable_reason("cpu") is None
-        assert "'cuda'" in str(backend.unavailable_reason("cuda"))
+        assert "'xpu'" in str(backend.unavailable_reason("xpu"))
+        assert backend.unavailable_reason("cuda") is not None
         monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
         assert "no gloo" in str(backend.unavailable_reason("cpu"))
         monkeypatch.setattr(dist, "is_available", lambda: False)

@@ -1,4 +1,4 @@
-"""The gloo backend: lanes, communicators and buffers on a CPU."""
+"""The gloo backend: lanes, communicators and buffers on a CPU; for tests, also on a GPU."""
 
 from __future__ import annotations
 
@@ -29,11 +29,14 @@ from .connections import Connections
 from .faults import FaultDomain
 from .lanes import ComputeLane, WorkerLane
 from .reduction import REDUCE_DTYPES
+from .staging import StagedCommunicator
+from .streams import StreamComputeLane, Streams, StreamWorkerLane
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _TIMEOUT_VARIABLE = "POLYSHARD_GLOO_TIMEOUT"
+_STAGING_VARIABLE = "POLYSHARD_GLOO_STAGING"
 _CPU = torch.device("cpu")
 
 
@@ -47,12 +50,16 @@ class GlooBackend(CollectiveBackend):
     the environment variable POLYSHARD_GLOO_TIMEOUT (seconds), else the timeout that the group's
     store was given, which is that of ``torch.distributed.init_process_group`` unless it was
     given a store.
+
+    Where POLYSHARD_GLOO_STAGING=1 is set, it serves CUDA devices too: tensors are copied to the
+    host and back, around each collective. That is slow, and made for tests, in which several ranks
+    share a GPU.
     """
 
     name = "gloo"
     spi = (1, 0)
     capabilities = Capabilities(
-        device_types=frozenset({"cpu"}),
+        device_types=frozenset({"cpu", "cuda"}),
         reduce_dtypes=REDUCE_DTYPES,
         fp32_accumulation=True,
     )
@@ -60,26 +67,60 @@ class GlooBackend(CollectiveBackend):
     def __init__(self) -> None:
         self.ops = BufferOps()
         self._domain = FaultDomain()
-        self._compute_lane = ComputeLane(self._domain)
-        self._lanes = {role: WorkerLane(role, self._domain) for role in get_args(LaneRole)}
+        self._streams = Streams()
+        self._compute_lanes: dict[torch.device, Lane] = {}
+        self._lanes: dict[tuple[LaneRole, torch.device], Lane] = {}
 
     def unavailable_reason(self, device_type: str) -> str | None:
-        if device_type != "cpu":
+        if device_type not in self.capabilities.device_types:
             return f"it communicates between CPUs, not {device_type!r} devices"
         if not torch.distributed.is_available():
             return "this build of torch has no torch.distributed"
         if not torch.distributed.is_gloo_available():
             return "this build of torch has no gloo"
+        if device_type == "cuda" and torch.version.cuda is None:
+            return "this torch was built without CUDA"
+        if device_type == "cuda" and os.environ.get(_STAGING_VARIABLE) != "1":
+            return (
+                "it would move CUDA tensors through host memory, which is slow and made for tests; "
+                f"set {_STAGING_VARIABLE}=1 if that is what you want"
+            )
         return None
 
     def lane(self, role: LaneRole, device: torch.device) -> Lane:
-        _require_cpu(device)
         _require_role(role)
-        return self._lanes[role]
+        device = self._known(device)
+        if (role, device) not in self._lanes:
+            self._lanes[role, device] = (
+                StreamWorkerLane(role, self._domain, self._streams, device)
+                if self._is_staged(device)
+                else WorkerLane(role, self._domain)
+            )
+        return self._lanes[role, device]
 
     def compute_lane(self, device: torch.device) -> Lane:
-        _require_cpu(device)
-        return self._compute_lane
+        device = self._known(device)
+        if device not in self._compute_lanes:
+            self._compute_lanes[device] = (
+                StreamComputeLane(self._domain, self._streams, device)
+                if self._is_staged(device)
+                else ComputeLane(self._domain)
+            )
+        return self._compute_lanes[device]
+
+    def _is_staged(self, device: torch.device) -> bool:
+        """Whether its tensors go through host memory."""
+        return device.type != "cpu"
+
+    def _known(self, device: torch.device) -> torch.device:
+        """The device, by the one name that it has here."""
+        if device.type not in self.capabilities.device_types:
+            raise UnsupportedError(f"the gloo backend serves CPUs, not {device}.")
+        if device.type == "cpu":
+            return _CPU
+        if device.index is None:
+            raise ValueError(f"{device} has no index; give the device of this rank, like cuda:0.")
+        return device
 
     def communicator(
         self,
@@ -93,7 +134,7 @@ class GlooBackend(CollectiveBackend):
 
         Args:
             group: of any torch.distributed backend: only its ranks and its store are used.
-            device: the CPU.
+            device: the CPU, or where staging is on, this rank's GPU with its index.
             purpose: the role of the lane that it is used on.
             options: ``timeout``, a positive timedelta.
 
@@ -101,7 +142,7 @@ class GlooBackend(CollectiveBackend):
             ValueError: a purpose or an option it does not know, or a group without this rank.
             BackendError: not all ranks of the group came within the timeout.
         """
-        _require_cpu(device)
+        device = self._known(device)
         _require_role(purpose)
         rank, size = group.rank(), group.size()
         if not 0 <= rank < size:
@@ -114,7 +155,8 @@ class GlooBackend(CollectiveBackend):
                 # The stubs of torch give the property to subclasses only.
                 timeout = cast(timedelta, group.get_group_store().timeout)  # type: ignore[attr-defined]
             connections = Connections.open(group, purpose=purpose, timeout=timeout)
-        return GlooCommunicator(connections, rank=rank, size=size, device=_CPU, domain=self._domain)
+        host = GlooCommunicator(connections, rank=rank, size=size, device=_CPU, domain=self._domain)
+        return StagedCommunicator(host, device) if self._is_staged(device) else host
 
     def allocate(
         self,
@@ -125,13 +167,7 @@ class GlooBackend(CollectiveBackend):
         lifetime: Lifetime,
     ) -> Buffer:
         """Ordinary memory, whatever it is for: peers never see it."""
-        _require_cpu(device)
-        return StorageBuffer(numel, dtype, _CPU, lifetime)
-
-
-def _require_cpu(device: torch.device) -> None:
-    if device.type != "cpu":
-        raise UnsupportedError(f"the gloo backend serves CPUs, not {device}.")
+        return StorageBuffer(numel, dtype, self._known(device), lifetime)
 
 
 def _require_role(role: LaneRole) -> None:

@@ -67,7 +67,7 @@ class WorkerLane(Lane):
         self._domain = domain
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._progress = _Progress()
-        self._last = HostTicket("start", done=True)
+        self._last = self._ticket("start", done=True)
         self._thread: threading.Thread | None = None
         self._stopped = False
         self._order = threading.Lock()  # the queue and _last change together
@@ -98,6 +98,9 @@ class WorkerLane(Lane):
             )
         self._domain.raise_if_any()
 
+    def _ticket(self, label: str, *, done: bool = False) -> HostTicket:
+        return HostTicket(label, done=done)
+
     def stop(self) -> None:
         """End the thread after everything submitted so far."""
         with self._order:
@@ -112,7 +115,7 @@ class WorkerLane(Lane):
         return not self._thread.is_alive()
 
     def _put(self, work: Callable[[], object], label: str) -> None:
-        ticket = HostTicket(label)
+        ticket = self._ticket(label)
         with self._order:
             if self._stopped or (self._thread is not None and not self._thread.is_alive()):
                 raise BackendError(
