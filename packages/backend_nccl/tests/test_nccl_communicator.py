@@ -125,9 +125,7 @@ def test_complex_numbers_are_pairs() -> None:
         (3, (9, 0), torch.bfloat16, False),
     ],
 )
-def test_averages(
-    size: int, capability: tuple[int, int], dtype: torch.dtype, native: bool
-) -> None:
+def test_averages(size: int, capability: tuple[int, int], dtype: torch.dtype, native: bool) -> None:
     """An average is NCCL's own or a sum that is divided on the same stream, once; autograd's
     version of what is written stays."""
     fixed = Fixed(size, capability)
@@ -213,7 +211,7 @@ def test_closed() -> None:
         fixed = Fixed(size)
         fixed.communicator.close()
         fixed.communicator.close()
-        with pytest.raises(BackendError, match="^unit: this communicator was closed"):
+        with pytest.raises(BackendError, match=r"^unit: this communicator was closed"):
             each_collective(fixed.communicator, [1])
 
 

@@ -43,9 +43,7 @@ def fail() -> None:
 
 
 class TestOrder:
-    def test_work_is_on_the_lanes_stream(
-        self, cuda: RecordedCuda, gather: StreamLane
-    ) -> None:
+    def test_work_is_on_the_lanes_stream(self, cuda: RecordedCuda, gather: StreamLane) -> None:
         """Work runs at once on the host, with the lane's stream current, under no_grad and
         outside inference mode."""
         seen: list[object] = []
@@ -185,7 +183,9 @@ class TestSynchronize:
         gather.submit(lambda: None, label="unit")
         with cuda.capture():
             for lane in (gather, backend.compute_lane(CPU)):
-                with pytest.raises(BackendError, match="cannot wait while a CUDA graph is captured"):
+                with pytest.raises(
+                    BackendError, match="cannot wait while a CUDA graph is captured"
+                ):
                     lane.synchronize(1.0)
 
 
@@ -235,7 +235,7 @@ class TestCapture:
         gather.submit(lambda: None, label="blocks.0 gather")
         early, compute = gather.mark(), backend.compute_lane(CPU)
         with cuda.capture():
-            with pytest.raises(BackendError, match="blocks.0 gather, marked before the capture"):
+            with pytest.raises(BackendError, match=r"blocks\.0 gather, marked before the capture"):
                 compute.wait(early)
             inside = self.fork(backend, gather)
         with pytest.raises(BackendError, match="marked in a capture that ended"):

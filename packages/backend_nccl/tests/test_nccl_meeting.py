@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -16,10 +17,13 @@ from polyshard.testing import run_ranks
 from polyshard_nccl.meeting import Place
 
 
-def refused(rank: int, differences: dict[int, dict[str, Any]], environment: str | None) -> str:
+def refused(
+    rank: int,
+    differences: dict[int, dict[str, Any]],
+    environment: str | None,
+    group: dist.ProcessGroup | None = None,
+) -> str:
     """The message that this rank gets, where ranks differ so."""
-    import os
-
     if environment:
         os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = environment
     own = dict(differences.get(rank, {}))
@@ -30,7 +34,7 @@ def refused(rank: int, differences: dict[int, dict[str, Any]], environment: str 
     for name, value in own.items():
         setattr(backend.cuda, name, value)
     try:
-        backend.communicator(dist.group.WORLD, CPU, purpose=purpose, options=options)
+        backend.communicator(group or dist.group.WORLD, CPU, purpose=purpose, options=options)
     except BackendError as error:
         return str(error)
     return ""
@@ -45,7 +49,10 @@ def refused(rank: int, differences: dict[int, dict[str, Any]], environment: str 
         ),
         (
             {1: {"purpose": "reduce"}},
-            ["rank 0 connects for 'gather', rank 1 for 'reduce'", "communicator 1 of ranks [0, 1]"],
+            [
+                "rank 0 connects for 'gather', rank 1 for 'reduce'",
+                "of ranks [0, 1]); every rank must make",
+            ],
         ),
         ({1: {"version": "2.30.7"}}, ["has NCCL 2.28.9, rank 1 on", "has NCCL 2.30.7"]),
         ({1: {"user_buffers": True}}, ["user_buffers=False, rank 1 user_buffers=True"]),
@@ -67,7 +74,9 @@ def test_one_gpu_for_several_ranks_where_nccl_allows_it() -> None:
 
 
 def alone(rank: int) -> str:
-    return "" if rank else refused(rank, {0: {"timeout": 0.5}}, None)
+    # A group of its own: the ranks have met there equally often before.
+    group = dist.new_group()
+    return "" if rank else refused(rank, {0: {"timeout": 0.5}}, None, group)
 
 
 def test_a_rank_that_does_not_come() -> None:
