@@ -245,27 +245,65 @@ def _until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_the_end_of_the_process() -> None:
-    """A process that ends with a collective in flight ends with its own exit code, tells its
-    peers of its failure, and aborts what it holds before torch complains that nobody did."""
-    script = """
-        import sys, torch
+def _ended(script: str) -> subprocess.CompletedProcess[str]:
+    """A process whose first rank has a reduction in flight, and then does this."""
+    begin = """
+        import sys, threading
         sys.path.insert(0, sys.argv[1])
         import test_nccl_watcher as t
         one = t.Rank(0, t.HashStore())
         del one.watcher._start
         one.watcher.add(one.connection)
         one.reduce("blocks.0 reduce", hangs=True)
-        one.lane.submit(lambda: 1 / 0, label="blocks.1 reduce")
         board, abort = one.connection.board, one.group.transport.abort
         one.group.transport.abort = lambda: (abort(), print("aborted:", board.failure()))
-        sys.exit(7)
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), os.path.dirname(__file__)],
+    return subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(begin) + textwrap.dedent(script),
+            os.path.dirname(__file__),
+        ],
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_the_end_of_a_process_that_failed() -> None:
+    """It has its own exit code, tells its peers of the failure, and aborts what it holds before
+    torch complains that nobody did."""
+    ended = _ended(
+        """
+        one.lane.submit(lambda: 1 / 0, label="blocks.1 reduce")
+        sys.exit(7)
+        """
+    )
     assert ended.returncode == 7, ended.stderr
     assert ended.stdout.startswith("aborted: rank 3: blocks.1 reduce failed: ZeroDivisionError")
+
+
+def test_the_end_of_a_process_whose_device_is_behind() -> None:
+    """What was submitted still runs: peers need it."""
+    ended = _ended(
+        """
+        def catch_up():
+            print("reached")
+            one.cuda.let_go()
+        timer = threading.Timer(0.3, catch_up)
+        timer.daemon = True
+        timer.start()
+        import atexit
+        atexit.register(print, "main ended")
+        """
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["main ended", "reached", "aborted: None"]
+
+
+def test_the_end_of_a_process_that_hangs() -> None:
+    """Where a peer never comes the process ends all the same."""
+    ended = _ended("sys.exit(3)")
+    assert ended.returncode == 3, ended.stderr
+    assert ended.stdout.splitlines() == ["aborted: None"]

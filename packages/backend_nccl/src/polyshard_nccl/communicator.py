@@ -56,6 +56,13 @@ class Connection:
             raise BackendError(f"{label}: this communicator was closed.")
         return self._group
 
+    def is_done(self) -> bool:
+        """The device has done all that was submitted to the lane. Asks events."""
+        try:
+            return self.outstanding.drop_reached()
+        except RuntimeError:
+            return True  # A device that failed does nothing more.
+
     def abort(self) -> None:
         """Let go of NCCL's connections and memory at once. Local; no peer may need them."""
         group, self._group = self._group, None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 import weakref
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,12 +16,15 @@ from polyshard.spi import LaneFailure
 if TYPE_CHECKING:
     from .watcher import Watcher
 
-# How long the end of the process waits for what was to be told to peers, in seconds.
-_GRACE = 2.0
+# How long the end of the process waits for its device, and then for the watcher, in seconds.
+_GRACE = 5.0
 
 
 class Member(Protocol):
-    """A communicator's connection, as far as its failure and its end go."""
+    """A communicator's connection, as far as its end goes."""
+
+    def is_done(self) -> bool:
+        """The device has done all that was submitted."""
 
     def abort(self) -> None:
         """Let go of the transport at once; idempotent."""
@@ -63,6 +67,12 @@ class FaultDomain(LaneFailure):
         """At the end of the process: nothing may wait for peers any more."""
         if os.getpid() != self._process:
             return  # A forked child has no right to the connections.
+        # The host is ahead of the device: peers need what was submitted and has not run yet.
+        deadline = time.monotonic() + _GRACE
+        while not self.occurred and time.monotonic() < deadline:
+            if all(member.is_done() for member in list(self._members)):
+                break
+            time.sleep(0.01)
         if self.watcher is not None:
             self.watcher.stop(_GRACE)
         # torch would do this when it takes its groups down, and complain that nobody else did.

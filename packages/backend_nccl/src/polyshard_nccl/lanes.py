@@ -79,14 +79,14 @@ class Outstanding:
         self._tickets.append(ticket)
         self.drop_reached(2)
 
-    def drop_reached(self, most: int) -> None:
-        """Forget up to ``most`` of the oldest, those the device has reached. Asks events, so
-        never during capture."""
+    def drop_reached(self, most: int | None = None) -> bool:
+        """Forget up to ``most`` of the oldest, those the device has reached; whether none is
+        left. Asks events, so never during capture."""
         with self._order:
-            for _ in range(most):
-                if not self._tickets or not self._tickets[0].event.query():
-                    return
+            while self._tickets and most != 0 and self._tickets[0].event.query():
                 self._tickets.popleft()
+                most = None if most is None else most - 1
+            return not self._tickets
 
     @property
     def oldest(self) -> StreamTicket | None:
@@ -295,7 +295,7 @@ class StreamLane(_CudaLane):
             self._wait_on_host(ticket, timeout)
 
     def _busy_with(self) -> str:
-        self.outstanding.drop_reached(_MOST_POOLED_EVENTS)
+        self.outstanding.drop_reached()
         oldest = self.outstanding.oldest or self._last
         return oldest.described
 

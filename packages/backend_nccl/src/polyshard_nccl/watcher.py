@@ -12,7 +12,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from polyshard import BackendError
@@ -79,7 +81,8 @@ class Watcher:
         self._idle = False
         # Whoever holds it may collect garbage, and so come to leave() again.
         self._membership = threading.RLock()
-        self._bell = threading.Event()
+        # Its put() may be called while garbage is collected inside another put() or get().
+        self._bell: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def add(self, connection: Connected) -> None:
@@ -94,8 +97,8 @@ class Watcher:
         leaving = _Leaving(connection, newest, deadline)
         with self._membership:
             self._connections.discard(connection)
+            # The thread runs, for this connection was there until now.
             self._leaving.append(leaving)
-            self._start()
         self.wake()
 
     def _start(self) -> None:
@@ -107,17 +110,18 @@ class Watcher:
 
     def wake(self) -> None:
         """Look now."""
-        self._bell.set()
+        self._bell.put(None)
 
     def expect(self) -> None:
         """Something is under way. Costs nothing where the thread looks again by itself."""
         if self._idle:
-            self._bell.set()
+            self._idle = False
+            self._bell.put(None)
 
     def stop(self, grace: float) -> None:
         """Have a last look, and end. Waits for it up to ``grace`` seconds."""
         self._stopped = True
-        self._bell.set()
+        self.wake()
         if (thread := self._thread) is not None:
             thread.join(grace)
         for leaving in self._leaving:
@@ -126,7 +130,8 @@ class Watcher:
     def _run(self) -> None:
         while True:
             stopped = self._stopped
-            self._bell.clear()
+            while not self._bell.empty():
+                self._bell.get()
             # From here on whoever adds something rings: the look may have passed it already.
             self._idle = True
             try:
@@ -142,7 +147,8 @@ class Watcher:
                     return
             if busy:
                 self._idle = False
-            self._bell.wait(_PERIOD if busy else None)
+            with suppress(Empty):
+                self._bell.get(timeout=_PERIOD if busy else None)
 
     def look(self) -> bool:
         """One look at everything; whether another one is needed without being woken."""
