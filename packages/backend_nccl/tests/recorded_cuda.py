@@ -232,10 +232,6 @@ class RecordedNccl(NcclBackend):
         graph_capture=True,
     )
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.groups: list[FakeGroup] = []
-
     @property
     def cuda(self) -> RecordedCuda:
         assert isinstance(self._runtime, RecordedCuda)
@@ -248,9 +244,7 @@ class RecordedNccl(NcclBackend):
         self, place: Place, device: torch.device, purpose: str, options: Options
     ) -> FakeGroup:
         assert options.timeout is not None
-        group = FakeGroup(self.cuda, purpose, gloo_group(place, options.timeout))
-        self.groups.append(group)
-        return group
+        return FakeGroup(self.cuda, purpose, gloo_group(place, options.timeout))
 
     def allocate(
         self,
