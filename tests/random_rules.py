@@ -28,7 +28,11 @@ def objections(case: Case) -> Iterator[str]:
     for block in case.blocks:
         if chooses and "reentrant" in case.checkpoints and _may_hand_on(block):
             yield "a unit hands on what it was given, a leaf in a reentrant checkpoint"
+        if chooses and any(o.target for o in case.operations) and _may_hand_on(block):
+            yield "a unit hands on what it was given, a leaf where its module runs alone"
         for call in block.calls:
+            if chooses and call.checkpoint == "plain" and case.block(call.block).takes == "nothing":
+                yield "a region that keeps nothing of the one around it, recomputed on some ranks"
             gathers = case.strategy not in NEVER_GATHERED and _has_unit(case, call.block)
             if call.guard in ("rank", "data") and gathers:
                 yield "some ranks skip a gathered unit: an error of its own, tested elsewhere"
