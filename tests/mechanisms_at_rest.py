@@ -272,13 +272,6 @@ AT_REST = [
         "ranks::differing_ranks::test_one_rank_objects[2-lazy]",
     ),
     Mutant(
-        "connections are used again by all ranks or none",
-        "preflight.py",
-        'return sum(kind == "vote" for kind, _ in found) == 1',
-        "return True",
-        "ranks::behaves_found::test_garbage_that_ranks_collect_at_different_times",
-    ),
-    Mutant(
         "debugging compares collectives",
         "debug.py",
         "if other != mine:",
@@ -331,8 +324,8 @@ AT_REST = [
     Mutant(
         "ranks agree on whether they go on with connections that are there",
         "api.py",
-        "transport = in_use if in_use and same else Transport.new(*place)",
-        "transport = in_use or Transport.new(*place)",
+        "transport = in_use if in_use and votes == {vote} else None",
+        "transport = in_use",
         "ranks::behaves_found::test_garbage_that_ranks_collect_at_different_times[before]",
     ),
     Mutant(

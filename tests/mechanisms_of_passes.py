@@ -129,7 +129,7 @@ OF_PASSES = [
     Mutant(
         "a region is recomputed at the first of its units, on every rank",
         "context.py",
-        "call.mark.ask_back()",
+        "call.ask_back()",
         "pass",
         "ranks::behaves_regions::test_what_one_rank_computes_in_a_region[after-computes-zero3]",
     ),
@@ -139,6 +139,13 @@ OF_PASSES = [
         'if "modified by an inplace operation" not in str(error):',
         "if True:",
         "ranks::behaves_regions::test_what_a_region_handed_on_is_overwritten[zero3]",
+    ),
+    Mutant(
+        "a region is not recomputed without the weights of the unit around it",
+        "calls.py",
+        "if around is None and self.mark is not None:",
+        "if self.mark is not None:",
+        "ranks::behaves_regions::test_what_is_kept_of_a_region[zero3]",
     ),
     Mutant(
         "a recomputation saves what the forward saved, also in a call inside another",

@@ -213,11 +213,11 @@ def garbage(rank: int, when: str) -> int:
     and the other does not yet."""
     agree = polyshard.api.agree
 
-    def interrupted(*args: object, **kwargs: object) -> bool:
-        same = agree(*args, **kwargs)
+    def interrupted(*args: object, **kwargs: object) -> frozenset[int]:
+        votes = agree(*args, **kwargs)
         if rank == 0:
             gc.collect()
-        return same
+        return votes
 
     gc.disable()
     if when == "while":

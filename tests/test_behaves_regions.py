@@ -21,14 +21,15 @@ WIDTH = 3
 
 
 class Shift(nn.Module):
-    """Adds something computed from a parameter, or hands its input on."""
+    """Adds something computed from a parameter, or hands its input on, or a view of it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shift = nn.Parameter(torch.randn(WIDTH))
 
-    def forward(self, x: Tensor, used: bool = True) -> Tensor:
-        return x + torch.sin(self.shift) if used else x
+    def forward(self, x: Tensor, used: bool = True, viewed: bool = False) -> Tensor:
+        x = x + torch.sin(self.shift) if used else x
+        return x[:] if viewed else x
 
 
 class Model(nn.Module):
@@ -108,6 +109,41 @@ def test_what_one_rank_computes_in_a_region(strategy: str, inside: Inside, used:
 @over_strategies
 def test_a_graph_with_a_region_that_is_retained(strategy: str) -> None:
     compare(functools.partial(take, inside=after, used=True, twice=True), strategy)
+
+
+class Keeping(nn.Module):
+    """Keeps aside what a unit in its region handed on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.one = nn.Linear(WIDTH, WIDTH), Shift()
+
+    def forward(self, x: Tensor) -> Tensor:
+        def region(x: Tensor) -> Tensor:
+            self.kept = self.one(torch.tanh(self.layer(x)), used=False, viewed=True)
+            return self.kept
+
+        return checkpoint(region, x, use_reentrant=False)[:]
+
+
+def kept_alone(side: Side) -> None:
+    model = Keeping()
+    side.shard(model.one, model)
+    data = side.data(0, 4, WIDTH)
+
+    def loss(rank: int) -> Tensor:
+        model(data[rank])
+        return model.kept.cos().mean()
+
+    side.mean(loss).backward()
+    side.note_model(model)
+
+
+@pytest.mark.behaviour(16, 31)
+@over_strategies
+def test_what_is_kept_of_a_region(strategy: str) -> None:
+    """Backward comes to the unit inside, and not by what the one around it returned."""
+    compare(kept_alone, strategy)
 
 
 class Overwriting(nn.Module):

@@ -128,7 +128,7 @@ def fully_shard(
     # Held from here on: what one rank has freed, another may still hold.
     in_use = Transport.in_use(*place) if place else None
     vote = in_use.number if in_use else 0
-    same = agree(subject, description, failure, everyone, vote=vote)
+    votes = agree(subject, description, failure, everyone, vote=vote)
     assert request is not None
     assert place is not None
     if debugging():
@@ -137,7 +137,8 @@ def fully_shard(
         groups_of_rows = [mesh.get_group(axis) for axis in sharded]
         agree(subject, request.values(), None, groups_of_rows)
 
-    transport = in_use if in_use and same else Transport.new(*place)
+    transport = in_use if in_use and votes == {vote} else None
+    transport = transport or Transport.new(*place, number=max(votes) + 1)
     groups = [
         ParameterGroup(
             f"{type(module).__name__} ({str(parameters[0].full.dtype).removeprefix('torch.')})",

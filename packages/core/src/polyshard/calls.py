@@ -38,6 +38,12 @@ class ForwardPass:
     calls: Counter[int] = field(default_factory=Counter)  # a backward can enter, by id of the unit
     open_calls: Counter[int] = field(default_factory=Counter)  # those of them that it has not left
     backwards: int = 0  # that have reached it
+    innermost: Call | None = None  # of those that run now
+
+    def begin_call(self, unit: Unit, *, task: int) -> Call:
+        """A forward of ``unit``, inside the innermost; ``task`` as in :class:`Call`."""
+        self.innermost = Call(unit, self, task, parent=self.innermost)
+        return self.innermost
 
     def begin_backward(self) -> None:
         """A backward reaches it, maybe not the first, where the graph was retained."""
@@ -55,11 +61,27 @@ class Call:
     start: int = field(default_factory=tick)
     left_by: int | None = None  # which backward of the forward pass has left it, 0: none yet
     mark: SavedMark | None = None  # saved where it began, if its unit is gathered
+    parent: Call | None = None  # inside which it is made
 
     @property
     def recomputed(self) -> bool:
         """It is a forward inside a backward."""
         return self.task >= 0
+
+    def end(self) -> None:
+        """The forward is over."""
+        self.forward_pass.innermost = self.parent
+
+    def ask_back(self) -> None:
+        """Recompute the checkpointed region that it is in, as far as it, if that was not done.
+
+        Not where backward came past the outputs of a unit around it, whose weights are not there.
+        """
+        around = self.parent
+        while around is not None and around in around.unit.entered_calls:
+            around = around.parent
+        if around is None and self.mark is not None:
+            self.mark.ask_back()
 
     def count(self) -> None:
         """Backward can enter it from now on."""

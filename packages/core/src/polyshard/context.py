@@ -151,7 +151,8 @@ class FsdpContext:
 
     def begin_call(self, unit: Unit) -> Call:
         """A forward of the unit whose gradients are recorded."""
-        return Call(unit, self.latest_forward, current_graph_task() if unit.recomputing else -1)
+        task = current_graph_task() if unit.recomputing else -1
+        return self.latest_forward.begin_call(unit, task=task)
 
     def is_root(self, unit: Unit) -> bool:
         """Whether the forward that runs began with ``unit``."""
@@ -255,8 +256,7 @@ class FsdpContext:
             _rest()
         if is_new:
             _entered.enter(call, current_graph_task())
-            if call.mark is not None:
-                call.mark.ask_back()
+            call.ask_back()
         elif call not in unit.not_left:
             return  # by way of an input that it handed on: all that it computed has run
         # Recomputation inside the unit looks its parameters up.

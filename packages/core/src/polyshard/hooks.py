@@ -148,6 +148,8 @@ def left(unit: Unit) -> None:
         return  # it failed before it began
     unit.depth -= 1
     if unit.depth == 0:
+        if unit.call is not None:
+            unit.call.end()
         unit.call = None
         if not unit.recomputing:
             # After a recomputation backward goes on inside the unit, and may recompute more.

@@ -22,7 +22,7 @@ def agree(
     groups: Sequence[ProcessGroup],
     *,
     vote: int = 0,
-) -> bool:
+) -> frozenset[int]:
     """Compare ``description`` line by line over the ranks of ``groups``, one per mesh axis.
 
     Args:
@@ -32,7 +32,7 @@ def agree(
         vote: any number, which may differ.
 
     Returns:
-        Whether all ranks gave the same vote; alike on all.
+        The votes of all ranks; alike on all.
 
     Raises:
         PlacementError: on every rank, naming the first line that differs and two ranks.
@@ -54,7 +54,7 @@ def agree(
         first = min(objections)
         raise BackendError(f"{subject}: rank {first} refused: {objections[first]}")
     if len(digests) == 1:
-        return sum(kind == "vote" for kind, _ in found) == 1
+        return frozenset(key for kind, key in found if kind == "vote")
     # Two ranks suffice to name a difference: the lowest ones of the two most basic digests.
     owners = sorted(digests.values())[:2]
     described = _spread({rank: list(description)} if rank in owners else {}, groups)

@@ -6,7 +6,6 @@ Knows no parameters and no schedule.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -37,7 +36,6 @@ class Transport:
     """
 
     _all: ClassVar[weakref.WeakValueDictionary[object, Transport]] = weakref.WeakValueDictionary()
-    _made: ClassVar[Counter[object]] = Counter()
 
     def __init__(
         self,
@@ -56,7 +54,7 @@ class Transport:
         #: The mesh of these axes alone: on other axes parameters may differ.
         self.dp_mesh = submesh(mesh, axes)
         self.ranks = frozenset(self.dp_mesh.mesh.flatten().tolist())
-        self.number = 0  # among those made for the same, on this rank; from 1
+        self.number = 0  # by which ranks tell it from others made for the same; from 1
         self._joined: dict[DeviceMesh, DeviceMesh] = {}
         self._communicators: dict[tuple[LaneRole, int], Communicator] = {}
         self._finalizer = weakref.finalize(self, _close, self._communicators)
@@ -79,13 +77,17 @@ class Transport:
         mesh: DeviceMesh,
         axes: tuple[int, ...],
         device: torch.device,
+        *,
+        number: int,
     ) -> Transport:
-        """Another one, which units made later find in use; collective over the axes."""
+        """Another one, which units made later find in use.
+
+        Args:
+            number: the same on every rank, and above those of all before it.
+        """
         transport = cls(backend, mesh, axes, device)
-        key = (id(backend), mesh, axes, device)
-        cls._all[key] = transport
-        cls._made[_place(key)] += 1
-        transport.number = cls._made[_place(key)]
+        transport.number = number
+        cls._all[id(backend), mesh, axes, device] = transport
         return transport
 
     def communicators(
@@ -175,12 +177,6 @@ class _Communicators(dict[int, Communicator]):
     where a pass failed that had gathered ahead and its model was dropped at once."""
 
     transport: Transport
-
-
-def _place(key: tuple[int, DeviceMesh, tuple[int, ...], torch.device]) -> object:
-    """The same without the mesh, which a count is not to keep alive."""
-    backend, mesh, axes, device = key
-    return backend, hash(mesh), axes, device
 
 
 def _close(communicators: dict[tuple[LaneRole, int], Communicator]) -> None:
