@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from behaving import Side
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from polyshard import (
@@ -284,6 +285,11 @@ def no_such_axis(side: Side) -> None:
     fully_shard(Model(), side.mesh, Placements.zero3("data"))
 
 
+def ranks_that_descend(side: Side) -> None:
+    ranks = list(reversed(range(side.world)))
+    fully_shard(Model(), DeviceMesh("cpu", ranks, mesh_dim_names=("dp",)), Placements.zero3("dp"))
+
+
 def microbatch_without_units(side: Side) -> None:
     with microbatch(Model(), is_last=True):
         pass
@@ -370,6 +376,7 @@ MISUSES: dict[Misuse, tuple[type[Exception], list[str]]] = {
     sparse_parameter: (UnsupportedError, ["'weight' of Linear has layout torch.sparse_coo"]),
     lazy_layer: (UnsupportedError, ["is not initialised", "run the lazy module once"]),
     no_such_axis: (ValueError, ["the mesh has no axis 'data'", "its axes are"]),
+    ranks_that_descend: (ValueError, ["has the ranks (1, 0)", "ranks that ascend along each axis"]),
     microbatch_without_units: (UnsupportedError, ["Model has no units", "call fully_shard before"]),
     pickled: (UnsupportedError, ["cannot be pickled", "full_state_dict(module)", "copy.deepcopy"]),
     copied_while_whole: (UnsupportedError, ["inside `with unsharded(...)`", "outside"]),

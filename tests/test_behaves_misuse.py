@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from behaving import Side
+from behaving import Side, over_strategies
 from misuses import INPUT, MISUSES, Misuse, sharded
 
 from polyshard.testing import run_ranks
@@ -34,7 +34,7 @@ def told(rank: int, misuse: Misuse, strategy: str) -> tuple[str, list[str], bool
 
 
 @pytest.mark.behaviour(9, 12, 20, 21, 24, 35)
-@pytest.mark.parametrize("strategy", ["zero3", "zero1"])
+@over_strategies
 @pytest.mark.parametrize("misuse", MISUSES, ids=lambda misuse: misuse.__name__)
 def test_each_is_told(misuse: Misuse, strategy: str) -> None:
     """Every rank gets the error, with the unit, the parameter and the remedy, and finds it on the

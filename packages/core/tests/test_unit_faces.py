@@ -187,6 +187,7 @@ class TestOddClasses:
             lambda: Registering(4, 4),
         ],
     )
+    @pytest.mark.behaviour(12)
     def test_trains_like_plain(self, world: OneRank, make: Any) -> None:
         """Slots, metaclasses, demanding constructors, registers and super() do not matter."""
         models = []

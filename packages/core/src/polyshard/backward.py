@@ -90,7 +90,7 @@ class BackwardPass:
 
 
 def _may_take_part(unit: Unit) -> bool:
-    """The same, while the backward runs and may come to recompute the unit."""
+    """Whether the unit may still take part in this backward, by recomputation."""
     return _takes_part(unit) or (unit.trainable and unit.entered_without_grad)
 
 

@@ -1,9 +1,9 @@
 """Which forwards of units a backward has entered, and when it has left them.
 
-Bookkeeping by ticks: a clock that moves with every forward and every hook. Knows no unit from the
-inside, and of autograd one rule of its engine: of the nodes that are ready, the one made last runs
-first. Backward therefore reaches what was there at a tick only after everything that was made
-since, whether or not a gradient came of it, and on every rank alike.
+Bookkeeping by ticks: a clock that moves with every forward and every hook. Knows of units whether
+their calls are left together, and of autograd one rule of its engine: of the nodes that are ready,
+the one made last runs first. Backward therefore reaches what was there at a tick only after
+everything that was made since, whether or not a gradient came of it, and on every rank alike.
 """
 
 from __future__ import annotations

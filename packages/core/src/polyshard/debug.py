@@ -30,7 +30,7 @@ def debugging() -> bool:
 
 
 def checksum(values: Tensor) -> str:
-    """Of a tensor's bytes, the same on every rank that holds the same values."""
+    """CRC-32 of a tensor's bytes as eight hex digits; equal values have equal ones."""
     plain = values.detach().resolve_conj().resolve_neg().contiguous().cpu()
     return f"{zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().tobytes()):08x}"
 

@@ -90,8 +90,8 @@ def explain(module: nn.Module, *, picture: str | os.PathLike[str] | None = None)
 
     Raises:
         UnsupportedError: no unit in ``module``.
-        ValueError: a path that is not one of an SVG file in an existing folder. Whatever is
-            raised, nothing was written.
+        ValueError: a path that is not one of an SVG file in an existing folder.
+        OSError: the file cannot be written. Whatever is raised, nothing was.
     """
     path = None if picture is None else _checked(picture)
     if not isinstance(module, nn.Module):

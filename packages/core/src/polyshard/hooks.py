@@ -1,4 +1,5 @@
-"""Wires units into modules and autograd. The only place that registers hooks.
+"""Wires units into modules and autograd: hooks around forwards, and before backward reaches what
+they returned.
 
 Hooks hold units, never modules; a hook on a tensor holds its group weakly. Compiled code runs
 around them: what they do is not for a graph.
@@ -127,13 +128,14 @@ def enter(
 
 
 def _mark(unit: Unit) -> SavedMark | None:
-    """Ranks that compute different things in a checkpointed region recompute it as far as the units
-    in it that are gathered, at the first of them. Recomputation has to save all that was saved."""
+    """Save a point that recomputation without reentry must reach: every rank then recomputes a
+    region up to the gathered units in it, and at the first of them. What a forward saves, its
+    recomputation has to save too."""
     return SavedMark() if unit.is_collective and torch.is_grad_enabled() else None
 
 
 def returned(unit: Unit, output: Any) -> Any:
-    """The forward returned this. Returns another output, or None."""
+    """Hook the output for backward, and cast it; None leaves it as it is."""
     if unit.depth > 1:
         return None
     _watch(unit, output)
@@ -250,7 +252,8 @@ class _OnGrad:
 def _runs_inside_itself(module: nn.Module) -> bool:
     """Whether an outer call of ``module`` is on the stack; else it was interrupted and never left.
 
-    Looked up only where a forward begins that seems to be running: KeyboardInterrupt runs no hook.
+    Looked up only where a forward begins that seems to be running: a recursive one is, and one that
+    Ctrl-C ended in compiled code is not.
     """
     calls, frame = 0, inspect.currentframe()
     while frame is not None:

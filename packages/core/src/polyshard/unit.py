@@ -70,8 +70,8 @@ class Unit:
 
     @property
     def is_left_together(self) -> bool:
-        """Backward leaves its calls where all ranks are only: what it reduces by then, before the
-        unit is recomputed, is to be the same on each."""
+        """Backward leaves its calls only at points that all ranks share: what was reduced before
+        the unit is recomputed must be the same on each."""
         return self.is_collective and self.entered_without_grad
 
     def rename(self, name: str) -> None:
