@@ -28,6 +28,7 @@ NCCL = "packages/backend_nccl"
 SYMM_MEM = "packages/backend_symm_mem"
 PACKAGES = (CORE, GLOO, NCCL, SYMM_MEM)
 SOCKETS = "examples/third_party_backend"  # no part of the product: what a stranger would write
+MOST_RANKS_OF_BEHAVIOURS = 4
 RUN_2_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 THIRD_PARTY = (
@@ -119,13 +120,27 @@ def conformance(session: nox.Session) -> None:
 
 @layer
 def gpu(session: nox.Session) -> None:
-    """What needs a GPU; today only the CUDA backends' own tests, which need none."""
-    session.warn(
-        "No test needs a GPU yet: the NCCL and symmetric-memory backends have no communication. "
-        "This runs their own tests, which say so."
+    """What needs GPUs, on all that there are: the contract over NCCL, the backends' own tests, and
+    the behaviours on CUDA tensors. A skip is a failure, unless POLYSHARD_REQUIRE_GPU=0."""
+    prepare(session, *PACKAGES)
+    session.env.setdefault("POLYSHARD_REQUIRE_GPU", os.environ.get("POLYSHARD_REQUIRE_GPU", "1"))
+    said = session.run(
+        "python", "-c", "import torch; print(torch.cuda.device_count())", silent=True
     )
-    prepare(session, CORE, NCCL, SYMM_MEM)
+    gpus = int(str(said).strip() or 0)
+    if not gpus:
+        why = "torch finds no GPU here; nvidia-smi lists those that the driver knows"
+        session.skip(why) if session.env["POLYSHARD_REQUIRE_GPU"] == "0" else session.error(why)
+    conformance = ("--backend", "nccl", "--device-type", "cuda", "--world-size", str(gpus))
+    session.run("python", "-m", "polyshard.testing", *conformance)
     test(session, f"{NCCL}/tests", f"{SYMM_MEM}/tests")
+    session.env["POLYSHARD_TEST_DEVICE"] = "cuda"
+    if gpus < MOST_RANKS_OF_BEHAVIOURS:
+        # NCCL takes one rank for each GPU; through the host, several can share one.
+        session.env.update(POLYSHARD_BACKEND="gloo", POLYSHARD_GLOO_STAGING="1")
+    else:
+        session.env["POLYSHARD_BACKEND"] = "nccl"
+    test(session, *sorted(str(path) for path in Path("tests").glob("test_behaves_*.py")))
 
 
 @layer

@@ -3,11 +3,14 @@
 A scenario builds a model, makes units of its parts, and does things with it, through a `Side`. On
 the plain side that is one process with the data of all ranks; on the other each rank has its own
 part. What a scenario notes on the way has to be the same on both.
+
+With POLYSHARD_TEST_DEVICE=cuda both sides are on GPUs, ranks in turn on those that there are.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -22,6 +25,9 @@ from polyshard import clip_grad_norm_, fully_shard, microbatch
 from polyshard.testing import run_ranks
 
 Scenario = Callable[["Side"], None]
+
+#: Where models and data are.
+DEVICE_TYPE = os.environ.get("POLYSHARD_TEST_DEVICE", "cpu")
 
 #: Per strategy and number of ranks, the mesh: hfsdp shards inside pairs where there are four.
 SHAPES = {("hfsdp", 2): (2, 1), ("hfsdp", 4): (2, 2), ("hsdp", 4): (2, 2)}
@@ -56,7 +62,13 @@ class Side:
     @functools.cached_property
     def mesh(self) -> Any:
         """Of the sharded side."""
-        return STRATEGIES[self.strategy].mesh(SHAPES.get((self.strategy, self.world)))
+        shape = SHAPES.get((self.strategy, self.world))
+        return STRATEGIES[self.strategy].mesh(shape, device_type=DEVICE_TYPE)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this side computes, and makes its tensors unless told."""
+        return torch.get_default_device()
 
     def shard(self, *modules: nn.Module, **options: Any) -> None:
         """Make units of the modules, in this order; nothing on the plain side."""
@@ -74,7 +86,10 @@ class Side:
     def data(self, seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """An input for every rank, all different; index it with the rank."""
         generator = torch.Generator().manual_seed(seed)
-        return [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(self.world)]
+        return [
+            torch.randn(shape, generator=generator, dtype=dtype, device="cpu").to(self.device)
+            for _ in range(self.world)
+        ]
 
     def clip(self, parameters: Any, max_norm: float, **options: Any) -> Tensor:
         """Gradients clipped by polyshard's function, or by PyTorch's on the plain side."""
@@ -89,7 +104,7 @@ class Side:
 
     def note_mean(self, name: str, value: Tensor) -> None:
         """Compare the mean over the ranks, such as that of a loss."""
-        value = value.detach().clone()
+        value = whole(value)
         if self.sharded:
             dist.all_reduce(value)
             value /= self.world
@@ -129,14 +144,24 @@ def train(side: Side, model: nn.Module, loss_of: Callable[[int, int], Tensor], s
 
 
 def whole(value: Any) -> Any:
-    """A sharded tensor whole, gathered by all its ranks; a copy of any other tensor."""
+    """On the host, a sharded tensor whole, gathered by all its ranks; a copy of any other."""
     if not isinstance(value, Tensor):
         return value
-    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.detach().to("cpu", copy=True)
+
+
+def compute_on(rank: int) -> None:
+    """Make the device of ``rank`` the one that tensors are made on; a CPU is that anyway."""
+    if DEVICE_TYPE != "cpu":
+        device = torch.device(DEVICE_TYPE, rank % torch.accelerator.device_count())
+        torch.accelerator.set_device_index(device.index)
+        torch.set_default_device(device)
 
 
 def run_side(rank: int, scenario: Scenario, strategy: str) -> list[tuple[str, Any]]:
     """The notes of one rank."""
+    compute_on(rank)
     side = Side(dist.get_world_size(), rank, strategy)
     scenario(side)
     return side.notes
@@ -148,7 +173,12 @@ def compare(
     """Run ``scenario``, a function at module level or a partial of one, on both sides."""
     torch.manual_seed(0)  # as the ranks are
     plain = Side(ranks)
-    scenario(plain)
+    try:
+        compute_on(0)
+        scenario(plain)
+    finally:
+        if DEVICE_TYPE != "cpu":
+            torch.set_default_device(None)
     assert plain.notes
     for rank, notes in enumerate(run_ranks(ranks, run_side, scenario, strategy)):
         assert [name for name, _ in notes] == [name for name, _ in plain.notes]

@@ -20,15 +20,17 @@ class Strategy:
 
     placements: Placements
 
-    def mesh(self, shape: Sequence[int] | None = None) -> DeviceMesh:
+    def mesh(self, shape: Sequence[int] | None = None, *, device_type: str = "cpu") -> DeviceMesh:
         """All ranks, with the axes that the placements name; by default all on the outermost."""
-        return mesh_for(self.placements, shape)
+        return mesh_for(self.placements, shape, device_type=device_type)
 
 
-def mesh_for(placements: Placements, shape: Sequence[int] | None = None) -> DeviceMesh:
+def mesh_for(
+    placements: Placements, shape: Sequence[int] | None = None, *, device_type: str = "cpu"
+) -> DeviceMesh:
     """All ranks, with the axes that the placements name; by default all on the outermost."""
     outermost = (dist.get_world_size(), *(1 for _ in placements.dp_axes[1:]))
-    return make_mesh(shape or outermost, placements.dp_axes)
+    return make_mesh(shape or outermost, placements.dp_axes, device_type=device_type)
 
 
 def _mix(parameter: str, gradient: str, optimizer: str) -> Placements:

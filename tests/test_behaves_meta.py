@@ -62,11 +62,11 @@ def initialise(model: nn.Module) -> None:
 
 def make(side: Side) -> Model:
     """On meta and sharded there; the plain one has memory."""
-    with torch.device("meta" if side.sharded else "cpu"):
+    with torch.device("meta" if side.sharded else side.device):
         model = Model()
     side.shard(model.block, model)
     if side.sharded:
-        model.to_empty(device="cpu")
+        model.to_empty(device=side.device)
     return model
 
 

@@ -328,7 +328,7 @@ def converted(side: Side) -> None:
     for convert in (nn.Module.float, nn.Module.cpu, lambda model: model.to(torch.float32)):
         convert(model)
         side.note_model(model)
-    model.to_empty(device="cpu")
+    model.to_empty(device=side.device)
     if side.sharded:
         for name, parameter in model.named_parameters():
             assert parameter is before[name]

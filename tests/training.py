@@ -62,10 +62,15 @@ def make_model(dtype: torch.dtype = torch.float32, *, seed: int = 0, blocks: int
     return OddModel(blocks).to(dtype)
 
 
-def make_mesh(shape: Sequence[int] | None = None, names: Sequence[str] = ("dp",)) -> DeviceMesh:
+def make_mesh(
+    shape: Sequence[int] | None = None,
+    names: Sequence[str] = ("dp",),
+    *,
+    device_type: str = "cpu",
+) -> DeviceMesh:
     """A mesh of all ranks, one axis unless told."""
     return init_device_mesh(
-        "cpu", tuple(shape or (dist.get_world_size(),)), mesh_dim_names=tuple(names)
+        device_type, tuple(shape or (dist.get_world_size(),)), mesh_dim_names=tuple(names)
     )
 
 
