@@ -120,8 +120,8 @@ def conformance(session: nox.Session) -> None:
 
 @layer
 def gpu(session: nox.Session) -> None:
-    """What needs GPUs, on all that there are: the contract over NCCL, the backends' own tests, and
-    the behaviours on CUDA tensors. A skip is a failure, unless POLYSHARD_REQUIRE_GPU=0."""
+    """What needs GPUs, on all that there are: the tests of the CUDA backends, the contract among
+    them, and the behaviours on CUDA tensors. A skip is a failure, unless POLYSHARD_REQUIRE_GPU=0."""
     prepare(session, *PACKAGES)
     session.env.setdefault("POLYSHARD_REQUIRE_GPU", os.environ.get("POLYSHARD_REQUIRE_GPU", "1"))
     said = session.run(
@@ -131,8 +131,6 @@ def gpu(session: nox.Session) -> None:
     if not gpus:
         why = "torch finds no GPU here; nvidia-smi lists those that the driver knows"
         session.skip(why) if session.env["POLYSHARD_REQUIRE_GPU"] == "0" else session.error(why)
-    conformance = ("--backend", "nccl", "--device-type", "cuda", "--world-size", str(gpus))
-    session.run("python", "-m", "polyshard.testing", *conformance)
     test(session, f"{NCCL}/tests", f"{SYMM_MEM}/tests")
     session.env["POLYSHARD_TEST_DEVICE"] = "cuda"
     if gpus < MOST_RANKS_OF_BEHAVIOURS:
