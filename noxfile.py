@@ -121,7 +121,7 @@ def conformance(session: nox.Session) -> None:
 @layer
 def gpu(session: nox.Session) -> None:
     """What needs GPUs, on all that there are: the tests of the CUDA backends, the contract among
-    them, and the behaviours on CUDA tensors. A skip is a failure, unless POLYSHARD_REQUIRE_GPU=0."""
+    them, and the behaviours on CUDA tensors. Skips fail, unless POLYSHARD_REQUIRE_GPU=0."""
     prepare(session, *PACKAGES)
     session.env.setdefault("POLYSHARD_REQUIRE_GPU", os.environ.get("POLYSHARD_REQUIRE_GPU", "1"))
     said = session.run(
