@@ -67,9 +67,10 @@ class GlooBackend(CollectiveBackend):
     def __init__(self) -> None:
         self.ops = BufferOps()
         self._domain = FaultDomain()
+        self._compute_lane = ComputeLane(self._domain)
+        self._lanes = {role: WorkerLane(role, self._domain) for role in get_args(LaneRole)}
         self._streams = Streams()
-        self._compute_lanes: dict[torch.device, Lane] = {}
-        self._lanes: dict[tuple[LaneRole, torch.device], Lane] = {}
+        self._staged_lanes: dict[tuple[LaneRole, torch.device], Lane] = {}
 
     def unavailable_reason(self, device_type: str) -> str | None:
         if device_type not in self.capabilities.device_types:
@@ -90,23 +91,18 @@ class GlooBackend(CollectiveBackend):
     def lane(self, role: LaneRole, device: torch.device) -> Lane:
         _require_role(role)
         device = self._known(device)
-        if (role, device) not in self._lanes:
-            self._lanes[role, device] = (
-                StreamWorkerLane(role, self._domain, self._streams, device)
-                if self._is_staged(device)
-                else WorkerLane(role, self._domain)
-            )
-        return self._lanes[role, device]
+        if not self._is_staged(device):
+            return self._lanes[role]
+        if (role, device) not in self._staged_lanes:
+            lane = StreamWorkerLane(role, self._domain, self._streams, device)
+            self._staged_lanes[role, device] = lane
+        return self._staged_lanes[role, device]
 
     def compute_lane(self, device: torch.device) -> Lane:
         device = self._known(device)
-        if device not in self._compute_lanes:
-            self._compute_lanes[device] = (
-                StreamComputeLane(self._domain, self._streams, device)
-                if self._is_staged(device)
-                else ComputeLane(self._domain)
-            )
-        return self._compute_lanes[device]
+        if not self._is_staged(device):
+            return self._compute_lane
+        return StreamComputeLane(self._domain, self._streams, device)
 
     def _is_staged(self, device: torch.device) -> bool:
         """Whether its tensors go through host memory."""
