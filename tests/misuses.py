@@ -171,6 +171,29 @@ def another_device(side: Side) -> None:
     sharded(side).to("meta")
 
 
+def assigned_data_while_whole(side: Side) -> None:
+    model = sharded(side)
+    with unsharded(model):
+        model.last.weight.data = torch.zeros_like(model.last.weight)
+
+
+def replaced_while_whole(side: Side) -> None:
+    model = sharded(side)
+    with unsharded(model):
+        model.last.weight = nn.Parameter(torch.zeros_like(model.last.weight))
+
+
+def assigned_data_in_forward(side: Side) -> None:
+    class Normalising(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data = self.weight.data / 2
+            return super().forward(x)
+
+    layer = Normalising(INPUT.shape[1], 4)
+    side.shard(layer)
+    layer(INPUT)
+
+
 def assigned_data(side: Side) -> None:
     model = sharded(side)
     model.last.weight.data = torch.zeros(2, 4)
@@ -354,6 +377,9 @@ MISUSES: dict[Misuse, tuple[type[Exception], list[str]]] = {
     ),
     another_device: (UnsupportedError, ["cannot become meta", "before fully_shard"]),
     assigned_data: (UnsupportedError, ["'last.weight' of unit 'Model': assigning .data", "copy_"]),
+    assigned_data_while_whole: (UnsupportedError, ["'last.weight' of unit", "given other memory"]),
+    assigned_data_in_forward: (UnsupportedError, ["'weight' of unit", "given other memory"]),
+    replaced_while_whole: (UnsupportedError, ["'last.weight' of unit", "put in its place"]),
     assigned_state: (UnsupportedError, ["load_state_dict(assign=True)", "Leave assign out"]),
     written_in_forward: (UnsupportedError, ["wrote to its own parameter 'weight'", "max_norm"]),
     no_values: (UnsupportedError, ["'weight' of unit 'Linear' was on meta", "reset_parameters"]),

@@ -50,7 +50,7 @@ def objections(case: Case) -> Iterator[str]:
     if by_data and any(operation.mode == "autocast" for operation in case.operations):
         yield "rounding in autocast could choose otherwise"
     if case.loss == "kept" and any(
-        "reentrant" in block.checkpoints
+        block.checkpoints
         or (block.calls and any(LAYERS[layer.kind].parameters == ("",) for layer in block.layers))
         for block in case.blocks
     ):

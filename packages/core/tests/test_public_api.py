@@ -31,7 +31,7 @@ MAX_LINES = 420  # "about 400"
 #: Every file of the core, lowest first: a file imports only from those before it.
 FLOORS = """
     errors
-    precision schedule autograd preflight calls
+    precision casting schedule autograd preflight calls
     layout_fill layout_search layout
     placements
     spi.ops spi.lanes spi.communicator spi.buffers spi.backend spi

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, namedtuple
+import dataclasses
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from one_rank import OneRank, batch, groups, make_stack, twins, units_in
 from torch import Tensor, nn
 
 from polyshard import MixedPrecisionPolicy
+from polyshard.casting import cast
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 Point = namedtuple("Point", ["x", "y"])
@@ -170,3 +173,56 @@ def test_units_of_different_precision(world: OneRank) -> None:
     model(batch()).sum().backward()
     assert [group.dtypes.compute for group in groups(model)] == [F32, BF16, BF16, BF16]
     assert all(parameter.grad.dtype == F32 for parameter in model.parameters())
+
+
+class Answer(OrderedDict[str, Any]):
+    """Like the outputs of popular model libraries: reads by attribute, no update()."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        raise TypeError("use __setitem__")
+
+
+class Box(namedtuple("Box", ["x", "kind"])):
+    """Made from other arguments than its fields."""
+
+    def __new__(cls, x: Any) -> Box:
+        return super().__new__(cls, x, "box")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    note: str = "kept"
+
+
+class TestContainers:
+    """What `cast` makes of values in which tensors are."""
+
+    @pytest.mark.parametrize(
+        ("make", "read"),
+        [
+            (lambda x: Answer(x=x, other=1), lambda out: out["x"]),
+            (lambda x: UserDict(x=x), lambda out: out["x"]),
+            (lambda x: defaultdict(list, x=x), lambda out: out["x"]),
+            (lambda x: Box(x), lambda out: out.x),
+            (lambda x: Frozen(x), lambda out: out.x),
+            (lambda x: deque([x, 1], maxlen=3), lambda out: out[0]),
+            (lambda x: [(x, {"y": x})], lambda out: out[0][1]["y"]),
+        ],
+    )
+    def test_same_kind_and_new_tensors(
+        self, make: Callable[[Tensor], Any], read: Callable[[Any], Tensor]
+    ) -> None:
+        """The container is of its own type, and what was given is unchanged."""
+        value = make(torch.ones(2))
+        found = cast(value, torch.bfloat16)
+        assert type(found) is type(value)
+        assert read(found).dtype == torch.bfloat16
+        assert read(value).dtype == torch.float32
+        if isinstance(value, deque):
+            assert found.maxlen == 3
+
+    def test_what_does_not_change_is_handed_on(self) -> None:
+        """A cache that a module fills stays the caller's own."""
+        value = [{"cache": []}, torch.ones(2, dtype=torch.int64), Frozen(torch.ones(1).bfloat16())]
+        assert cast(value, torch.bfloat16) is value

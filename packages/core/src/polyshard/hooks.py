@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .autograd import SavedMark, before_node, producers, tensors_in
 from .calls import Call, tick
+from .casting import cast
 from .context import context_of
 from .errors import UnsupportedError
 from .group import ParameterGroup
@@ -124,7 +125,7 @@ def enter(
     if precision.compute_dtype is None or not precision.cast_forward_inputs:
         return None
     dtype = precision.compute_dtype
-    return _cast(args, dtype), _cast(kwargs, dtype)
+    return cast(args, dtype), cast(kwargs, dtype)
 
 
 def _mark(unit: Unit) -> SavedMark | None:
@@ -141,7 +142,7 @@ def returned(unit: Unit, output: Any) -> Any:
     _watch(unit, output)
     unit.refuse_writes()
     dtype = unit.precision.output_dtype
-    return None if dtype is None else _cast(output, dtype)
+    return None if dtype is None else cast(output, dtype)
 
 
 def left(unit: Unit) -> None:
@@ -264,23 +265,3 @@ def _runs_inside_itself(module: nn.Module) -> bool:
 
 #: Functions whose frame, with the module as ``self``, is a call of it.
 CALLERS = {"_call_impl", "_call_as_forward"}
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast floating tensors in containers; everything else is passed through as it is."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
-    if isinstance(value, dict):
-        items = {key: _cast(item, dtype) for key, item in value.items()}
-        return items if type(value) is dict else _rebuild(value, items)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast(item, dtype) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(_cast(item, dtype) for item in value)
-    return value
-
-
-def _rebuild(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    copied = value.copy()
-    copied.update(items)
-    return copied

@@ -130,6 +130,11 @@ class ManagedParameter:
         for slot in self.slots:
             slot.holder[slot.name] = self.full
 
+    @property
+    def shows_full(self) -> bool:
+        """The full parameter is what is registered."""
+        return all(slot.holder.get(slot.name) is self.full for slot in self.slots)
+
     def show_sharded(self) -> None:
         """Register the sharded parameter."""
         for slot in self.slots:

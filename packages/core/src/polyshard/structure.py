@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -55,17 +56,26 @@ class Structure:
         self._take(named_modules)
 
     def _take(self, named_modules: Named) -> None:
-        self._known = [
-            (path, weakref.ref(module), *_contents(module)) for path, module in named_modules
-        ]
+        self._known: list[tuple[weakref.ref[nn.Module], int, list[Any]]] = []
+        for _, module in named_modules:
+            present, children = _contents(module)
+            # By reference, for another module may come to lie where one was that is gone.
+            known = [None if child is None else weakref.ref(child) for child in children]
+            self._known.append((weakref.ref(module), present, known))
 
     @property
     def is_unchanged(self) -> bool:
         """No module of the unit got or lost a parameter or a child."""
-        for _, reference, parameters, children in self._known:
+        for reference, known_present, known in self._known:
             module = reference()
-            if module is not None and _contents(module) != (parameters, children):
+            if module is None:
+                continue
+            present, children = _contents(module)
+            if present != known_present or len(children) != len(known):
                 return False
+            for child, before in zip(children, known, strict=True):
+                if child is not (None if before is None else before()):
+                    return False
         return True
 
     def accept(self, module: nn.Module, *, unit: str) -> None:
@@ -93,7 +103,7 @@ class Structure:
         self._take(named_modules)
 
 
-def _contents(module: nn.Module) -> tuple[int, list[int]]:
+def _contents(module: nn.Module) -> tuple[int, list[nn.Module | None]]:
     parameters = module._parameters
     present = sum([parameter is not None for parameter in parameters.values()])
-    return present, list(map(id, module._modules.values()))
+    return present, list(module._modules.values())

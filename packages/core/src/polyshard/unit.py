@@ -197,6 +197,7 @@ class Unit:
         """
         if self.held:
             return
+        self.refuse_other_faces()
         for group in self.groups:
             written = group.written_in_forward()
             if written is not None:
@@ -208,6 +209,26 @@ class Unit:
                     f"{written.name!r} (F.embedding(max_norm=...) does); {lost}. Change weights "
                     "between steps, inside `with unsharded(module):`."
                 )
+
+    def refuse_other_faces(self) -> None:
+        """Raise if a whole weight was exchanged while it was shown: what took its place is lost."""
+        for group in self.groups:
+            storage = group.full.flat.untyped_storage()
+            start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+            for parameter in group.parameters:
+                full = parameter.full
+                lies_there = (
+                    start in storages_of(full)
+                    if hasattr(full, "__tensor_flatten__")
+                    else not full.numel() or start <= full.data_ptr() < end
+                )
+                if not (parameter.shows_full and lies_there):
+                    raise UnsupportedError(
+                        f"parameter {parameter.name!r} of unit {self.name!r} was given other "
+                        "memory, or another one was put in its place, while it was whole (by "
+                        ".data = ..., set_(), swap_tensors() or an assignment); that would be "
+                        "lost. Copy values into it, inside `with unsharded(module):`."
+                    )
 
     def shares_storage(self, tensors: Sequence[Tensor]) -> bool:
         """Whether one of ``tensors`` is a view of what was gathered."""

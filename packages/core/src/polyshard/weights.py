@@ -52,6 +52,8 @@ def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True
                 transport.settle()
                 transport.join()
         yield
+        for unit in units:
+            unit.refuse_other_faces()
         if writeback:
             with torch.no_grad():
                 for unit in units:
