@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from . import packages, report
 from .registry import CHECKS, Check
@@ -29,7 +31,27 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[Check] = CHECK
     if unknown := [name for name in given.only if not any(n.startswith(name) for n in names)]:
         return _refuse(f"no check begins with {', '.join(unknown)}; there are {', '.join(names)}.")
     chosen = [c for c in checks if not given.only or c.name.startswith(tuple(given.only))]
-    began = time.monotonic()
+    commit, began = given.commit or _commit(), time.monotonic()
+    machine: dict[str, Any] = {}
+    outcomes = {check.name: Outcome(check.name, "failed", "it was not over") for check in chosen}
+
+    def save() -> None:
+        seconds = time.monotonic() - began
+        order = [outcomes[check.name] for check in chosen]
+        report.write(
+            given.out, machine, order, commit=commit, dry_run=given.dry_run_on_cpu, seconds=seconds
+        )
+
+    def note(outcome: Outcome) -> None:
+        if strict and outcome.status == "skipped":
+            outcome.status, outcome.reason = "failed", f"skipped: {outcome.reason} ({_STRICT}=1)"
+        outcomes[outcome.name] = outcome
+        reason = f": {outcome.reason}" if outcome.reason else ""
+        print(f"{outcome.name}: {outcome.status} after {outcome.seconds:.1f} s{reason}", flush=True)
+        save()  # Whatever ends this process, what was found by then is there.
+
+    # Ended from outside, it still ends what it started and removes its folder.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="polyshard-gpu-") as temporary:
         importable, scratch = Path(temporary, "packages"), Path(temporary, "scratch")
         importable.mkdir()
@@ -48,27 +70,18 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[Check] = CHECK
             dry_run=given.dry_run_on_cpu,
             seconds=given.seconds,
             jobs=given.jobs,
-            tell=lambda line: print(line, flush=True),
+            note=note,
         )
-        machine = runner.probe()
+        machine.update(runner.probe())
         problem = machine["problem"]
         if problem and not given.dry_run_on_cpu:
-            outcomes = [Outcome(check.name, "skipped", problem) for check in chosen]
+            for check in chosen:
+                note(Outcome(check.name, "skipped", problem))
         else:
-            outcomes = runner.run(chosen)
-    for outcome in outcomes:
-        if strict and outcome.status == "skipped":
-            outcome.status, outcome.reason = "failed", f"skipped: {outcome.reason} ({_STRICT}=1)"
-    report.write(
-        given.out,
-        machine,
-        outcomes,
-        commit=given.commit or _commit(),
-        dry_run=given.dry_run_on_cpu,
-        seconds=time.monotonic() - began,
-    )
+            runner.run(chosen)
+    save()
     print((given.out / "gpu_check.md").read_text(), flush=True)
-    return int(any(outcome.status == "failed" for outcome in outcomes))
+    return int(any(outcome.status == "failed" for outcome in outcomes.values()))
 
 
 def _refuse(why: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ def run(site: Site) -> None:
         for when in ("before sharding", "after sharding"):
             with site.step(f"aot_eager, units compiled {when}"):
                 require_same(trained(site, mesh, "aot_eager", when), expected, tolerance=1e-5)
+        with site.step("a unit is one graph"):
+            site.figures["graphs of a unit"] = _graphs(site, mesh)
         with site.step("inductor, units compiled after sharding"):
             site.require_cuda("Triton")
             off = require_same(
@@ -38,17 +42,19 @@ def run(site: Site) -> None:
                 tolerance=_FUSED_TOLERANCE,
             )
             site.figures["inductor: largest difference"] = off
+            written = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.py")
+            require(any(written), "inductor wrote no code, so it compiled nothing")
 
 
 def trained(site: Site, mesh: Any, compiler: str | None, when: str) -> dict[str, torch.Tensor]:
-    """Losses and final weights; units are compiled whole, or it raises."""
+    """Losses and final weights."""
     torch.compiler.reset()
     size = _TINY if site.dry_run else _SIZE
     model, batch = transformer(size, site.device), batches(size, site.device)
 
     def compile_units() -> None:
         for block in model.blocks:
-            block.compile(backend=compiler, fullgraph=False)
+            block.compile(backend=compiler)
 
     if when == "before sharding":
         compile_units()
@@ -57,9 +63,23 @@ def trained(site: Site, mesh: Any, compiler: str | None, when: str) -> dict[str,
         compile_units()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = torch.stack([train_step(model, optimizer, batch(step)) for step in range(_STEPS)])
-    if compiler is not None:
-        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        require(compiled > 0, "nothing was compiled")
-        site.figures[f"{compiler}, {when}: graphs"] = compiled
     weights = {name: value.cpu() for name, value in full_state_dict(model).items()}
     return {"losses": losses.cpu(), **weights}
+
+
+def _graphs(site: Site, mesh: Any) -> int:
+    """Into how many graphs the forward of a unit is cut; raises CheckFailed for more than one."""
+    torch.compiler.reset()
+    seen: list[object] = []
+
+    def count(graph: Any, _: object) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    size = _TINY if site.dry_run else _SIZE
+    model, batch = transformer(size, site.device), batches(size, site.device)
+    shard(model, mesh, site.backend)
+    model.blocks[0].compile(backend=count)
+    model(batch(0)).backward()
+    require(len(seen) == 1, f"the forward of a unit was cut into {len(seen)} graphs")
+    return len(seen)

@@ -7,6 +7,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,31 +31,44 @@ def run(site: Site) -> None:
     mesh = site.world()
     size = _TINY if site.dry_run else _SIZE
     for kind in ("plain", *BACKENDS):
-        with site.step(f"{kind}: counted"):
-            model, optimizer = _trained(site, mesh, kind, size)
-            tokens = batches(size, site.device)(_WARM_UP)
-            events = _trace(site, model, optimizer, tokens)
-            counts = _counts(events)
-            units = size.blocks + 1
-            site.figures[f"{kind}: step"] = counts
-            site.figures[f"{kind}: per unit"] = {
-                what: round(number / units, 1) for what, number in counts.items()
-            }
-            require(sum(counts.values()) > 0, "the trace is empty")
-        with site.step(f"{kind}: nothing waits for the device"):
-            site.require_cuda("a trace of the CUDA runtime")
-            waits = Counter(event["name"] for event in events if event["name"] in _WAITS)
-            require(not waits, f"in a warm step there are {dict(waits)}")
-        with site.step(f"{kind}: torch knows of no wait either"):
-            site.require_cuda("the sync debug mode")
-            _step_without_waits(model, optimizer, tokens)
-        if kind != "plain":
-            with site.step(f"{kind}: ranges"):
-                site.require_cuda("ranges of CUDA lanes")
-                _require_ranges(events, size)
-            with site.step(f"{kind}: NVTX ranges"):
-                site.require_cuda("NVTX")
-                _require_nvtx(model, optimizer, tokens, size)
+        _examine(site, mesh, kind, size)
+
+
+def _examine(site: Site, mesh: Any, kind: str, size: Size) -> None:
+    with site.step(f"{kind}: counted"):
+        model, optimizer = _trained(site, mesh, kind, size)
+        tokens = batches(size, site.device)(_WARM_UP)
+        events = _trace(site, model, optimizer, tokens)
+        _count(site, kind, events, size.blocks + 1)
+    if site.steps[f"{kind}: counted"] != "passed":
+        return
+    if kind != "plain":
+        with site.step(f"{kind}: labels"):
+            _require_labels(_submitted(site, model, optimizer, tokens), size)
+    with site.step(f"{kind}: nothing waits for the device"):
+        site.require_cuda("a trace of the CUDA runtime")
+        waits = Counter(event["name"] for event in events if event["name"] in _WAITS)
+        require(not waits, f"in a warm step there are {dict(waits)}")
+    with site.step(f"{kind}: torch knows of no wait either"):
+        site.require_cuda("torch's look-out for waits")
+        _step_without_waits(model, optimizer, tokens)
+    if kind != "plain":
+        with site.step(f"{kind}: ranges in the trace"):
+            site.require_cuda("a trace of CUDA lanes")
+            _require_ranges(events, size)
+        with site.step(f"{kind}: NVTX ranges"):
+            site.require_cuda("NVTX")
+            _require_nvtx(model, optimizer, tokens, size)
+
+
+def _count(site: Site, kind: str, events: list[dict[str, Any]], units: int) -> None:
+    counts = _counts(events)
+    site.figures[f"{kind}: step"] = counts
+    site.figures[f"{kind}: per unit"] = {
+        what: round(number / units, 1) for what, number in counts.items()
+    }
+    expected = "operations" if site.dry_run else "kernels"
+    require(counts[expected] > 0, f"the trace has no {expected}")
 
 
 def _trained(
@@ -129,6 +143,29 @@ def _step_without_waits(model: nn.Module, optimizer: torch.optim.Optimizer, toke
 def _require_ranges(events: list[dict[str, Any]], size: Size) -> None:
     found = [event["name"] for event in events if event.get("cat") == "user_annotation"]
     _require_labels(found, size)
+
+
+def _submitted(
+    site: Site, model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor
+) -> list[str]:
+    """The labels of what a step gives to the lanes."""
+    found: list[str] = []
+    context: Any = model.fsdp_context
+    transport = context.units[0].transport
+    lanes = [transport.gather_lane, transport.reduce_lane]
+    for lane in lanes:
+        lane.submit = partial(_note, found, lane.submit)
+    try:
+        train_step(model, optimizer, tokens)
+    finally:
+        for lane in lanes:
+            del lane.submit
+    return found
+
+
+def _note(found: list[str], submit: Any, work: Any, *, label: str) -> None:
+    found.append(label)
+    submit(work, label=label)
 
 
 def _require_nvtx(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import PrefixStore
 
 from polyshard.spi import Lifetime, Role, Use
 from polyshard_nccl.group import Group, connect, wrap
@@ -69,7 +70,7 @@ def _connected(site: Site, purpose: Any) -> Group:
 
 def _gloo(place: Place) -> Group:
     """The same calls of torch's process group, for a dry run."""
-    store = dist.PrefixStore("gloo", place.store)
+    store = PrefixStore("gloo", place.store)
     gloo = dist.ProcessGroupGloo(store, place.rank, len(place.ranks), _TIMEOUT)
     return wrap(gloo, torch.device("cpu"), ProcessGroup.BackendType.GLOO, place)
 
@@ -137,9 +138,10 @@ def _on_current_stream(group: Group, device: torch.device) -> None:
 
 def _flight_recorder(site: Site) -> None:
     """What torch notes of collectives that it does not know from torch.distributed."""
-    from torch._C._distributed_c10d import _dump_nccl_trace
+    from torch._C import _distributed_c10d
 
-    entries = pickle.loads(_dump_nccl_trace()).get("entries", [])
+    torch_calls: Any = _distributed_c10d  # the stubs lack it
+    entries = pickle.loads(torch_calls._dump_nccl_trace()).get("entries", [])
     ours = [entry for entry in entries if "polyshard gather" in str(entry.get("process_group"))]
     site.figures["flight recorder entries"] = len(entries)
     site.figures["of them with our group's name"] = len(ours)

@@ -58,7 +58,7 @@ class Runner:
     dry_run: on a CPU.
     seconds: for all checks together; what is not begun by then is skipped.
     jobs: checks that run at a time, but for those that measure.
-    tell: called with a line whenever a check ends.
+    note: called with what came of a check when it ends, from one thread at a time.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class Runner:
         dry_run: bool = False,
         seconds: float = 345.0,
         jobs: int = 1,
-        tell: Callable[[str], object] = print,
+        note: Callable[[Outcome], object] = lambda outcome: None,
     ) -> None:
         self._folder, self._paths, self._dry_run = folder, list(paths), dry_run
         self._deadline = time.monotonic() + seconds
-        self._jobs, self._tell = jobs, tell
+        self._jobs, self._note = jobs, note
         self._running: set[subprocess.Popen[bytes]] = set()
-        self._lock = threading.Lock()
+        self._lock, self._noting = threading.Lock(), threading.Lock()
 
     def run(self, checks: Sequence[Check]) -> list[Outcome]:
         """Those that measure first, one by one; then the others. In the order given."""
@@ -138,8 +138,8 @@ class Runner:
         else:
             outcome = self._perform(check, limit)
         outcome.seconds = round(time.monotonic() - began, 2)
-        reason = f": {outcome.reason}" if outcome.reason else ""
-        self._tell(f"{check.name}: {outcome.status} after {outcome.seconds:.1f} s{reason}")
+        with self._noting:
+            self._note(outcome)
         return outcome
 
     def _perform(self, check: Check, limit: float) -> Outcome:

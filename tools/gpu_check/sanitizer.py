@@ -16,10 +16,9 @@ _SECONDS = 110
 
 def run(site: Site) -> None:
     """One step: memcheck. In a dry run the program runs without it."""
-    with site.step("the program"):
-        if not site.dry_run:
-            raise Skip("it runs under memcheck below")
-        _run([sys.executable, "-m", "gpu_check.sanitized_step", "cpu"])
+    if site.dry_run:
+        with site.step("the program"):
+            _run([sys.executable, "-m", "gpu_check.sanitized_step", "cpu"])
     with site.step("memcheck"):
         site.require_cuda("compute-sanitizer")
         tool = shutil.which("compute-sanitizer")
@@ -35,10 +34,6 @@ def run(site: Site) -> None:
         if found is None:
             raise CheckFailed("compute-sanitizer gave no summary")
         site.figures["memcheck errors"] = int(found[1])
-    passed = [name for name, outcome in site.steps.items() if outcome == "passed"]
-    if not passed:
-        # A program that did not run shows nothing, whatever else was skipped with a reason.
-        site.steps.pop("the program")
 
 
 def _run(command: list[str], more: dict[str, str] | None = None) -> str:

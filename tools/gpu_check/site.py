@@ -75,7 +75,7 @@ class Site:
         if not dist.is_initialized():
             if not self.dry_run:
                 torch.cuda.set_device(0)
-            store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+            store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # type: ignore[attr-defined]
             kind = "gloo" if self.dry_run else "cpu:gloo,cuda:nccl"
             dist.init_process_group(kind, store=store, rank=0, world_size=1)
         return init_device_mesh(self.device_type, (1,), mesh_dim_names=("dp",))

@@ -66,6 +66,8 @@ def measure(site: Site, mesh: Any, name: str, size: Size, bf16: bool) -> None:
                 host[contender].append(returned - began)
                 whole[contender].append(ended - began)
     gc.enable()
+    if site.dry_run:
+        return  # Times of a tiny model on a busy CPU are nobody's.
     units = size.blocks + 1
     for contender in contenders:
         beside = median(host[contender]) - median(host["plain"])
@@ -79,33 +81,31 @@ def measure(site: Site, mesh: Any, name: str, size: Size, bf16: bool) -> None:
 
 
 def _contender(site: Site, mesh: Any, name: str, size: Size, bf16: bool) -> Step:
-    model = transformer(size, site.device)
+    model: nn.Module = transformer(size, site.device)
     if name == "plain":
-        step = _plain_step(site, model, bf16)
+        if bf16:
+            model = _Autocast(model, site.device_type)
     elif name == "fsdp2":
         _fsdp2(model, mesh, bf16)
-        step = _step(model)
     else:
         policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16) if bf16 else None
         backend = backend_for(site, name.partition(" ")[2])
         shard(model, mesh, backend, mixed_precision_policy=policy)
-        step = _step(model)
-    return step
-
-
-def _step(model: nn.Module) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return lambda tokens: train_step(model, optimizer, tokens)
 
 
-def _plain_step(site: Site, model: nn.Module, bf16: bool) -> Step:
-    step = _step(model)
+class _Autocast(nn.Module):
+    """The model with products in bf16, as mixed precision is had without sharding."""
 
-    def autocast(tokens: Tensor) -> Tensor:
-        with torch.autocast(site.device_type, torch.bfloat16, enabled=bf16):
-            return step(tokens)
+    def __init__(self, model: nn.Module, device_type: str) -> None:
+        super().__init__()
+        self.model, self.device_type = model, device_type
 
-    return autocast if bf16 else step
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.autocast(self.device_type, torch.bfloat16):
+            loss: Tensor = self.model(tokens)
+        return loss
 
 
 def _fsdp2(model: nn.Module, mesh: Any, bf16: bool) -> None:
