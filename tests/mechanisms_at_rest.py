@@ -322,6 +322,20 @@ AT_REST = [
         "core::unit_weights::TestFullStateDict::test_is_that_of_the_plain_model[zero3]",
     ),
     Mutant(
+        "what takes a whole weight's place is refused",
+        "unit.py",
+        "if not (parameter.shows_full and lies_there):",
+        "if False:",
+        "ranks::behaves_misuse::test_each_is_told[assigned_data_while_whole-zero3]",
+    ),
+    Mutant(
+        "modules are known by reference, not by address",
+        "structure.py",
+        "if child is not (None if before is None else before()):",
+        "if False:",
+        "core::structure::test_a_layer_made_anew_where_one_was",
+    ),
+    Mutant(
         "ranks agree on whether they go on with connections that are there",
         "api.py",
         "transport = in_use if in_use and votes == {vote} else None",

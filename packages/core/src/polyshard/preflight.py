@@ -45,7 +45,13 @@ def agree(
         if failure is None
         else {("objection", rank): f"{type(failure).__name__}: {failure}"}
     )
-    found = _spread(mine, groups)
+    try:
+        found = _spread(mine, groups)
+    except RuntimeError as error:
+        raise BackendError(
+            f"{subject} takes all ranks of the mesh together, and it failed on rank {rank}: "
+            f"{error} Every rank has to call it, in the same order; or a rank has ended."
+        ) from error
     objections = {key: text for (kind, key), text in found.items() if kind == "objection"}
     digests = {key: owner for (kind, key), owner in found.items() if kind == "digest"}
     if failure is not None:

@@ -7,13 +7,15 @@ over the split's axes: all ranks call it, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
+from .errors import BackendError
 from .row_split import Geometry
 from .submesh import distributed, submesh
 
@@ -38,7 +40,8 @@ def gather_equal(value: Tensor, geometry: Geometry, axis: int) -> Tensor:
     slots = [_bytes(slot) for slot in received.unbind(0)]
     # A group numbers its ranks in ascending order, a mesh as its ranks were given.
     by_group_rank = [slots[members.index(rank)] for rank in dist.get_process_group_ranks(group)]
-    dist.all_gather(by_group_rank, _bytes(sent), group=group)
+    with _all_come(geometry, axis):
+        dist.all_gather(by_group_rank, _bytes(sent), group=group)
     return received.to(value.device)
 
 
@@ -94,7 +97,8 @@ def reduce_partial(local: Tensor, geometry: Geometry) -> Tensor:
     for axis, placement in enumerate(geometry.placements):
         if isinstance(placement, Partial):
             if len(geometry.members(axis)) > 1:
-                dist.all_reduce(flat, group=geometry.mesh.get_group(axis))
+                with _all_come(geometry, axis):
+                    dist.all_reduce(flat, group=geometry.mesh.get_group(axis))
             divisor *= geometry.mesh.size(axis) if placement.reduce_op == "avg" else 1
     return (total / divisor if divisor > 1 else total).to(local.device, local.dtype)
 
@@ -134,8 +138,23 @@ def _gather_blocks(rows: Tensor, lengths: Sequence[int], geometry: Geometry, axi
             continue
         if coordinate == own:
             block.copy_(sent)
-        dist.broadcast(_bytes(block), src=source, group=group)
+        with _all_come(geometry, axis):
+            dist.broadcast(_bytes(block), src=source, group=group)
     return whole.to(rows.device)
+
+
+@contextmanager
+def _all_come(geometry: Geometry, axis: int) -> Iterator[None]:
+    """Say what a transport does not: which ranks had to read together."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise BackendError(
+            f"reading a sharded tensor of shape {tuple(geometry.shape)} takes ranks "
+            f"{list(geometry.members(axis))} together, and it failed on rank {dist.get_rank()}: "
+            f"{error} Every rank has to call norm(), full_tensor(), clip_grad_norm_() and the "
+            "like, in the same order, and not inside `if rank == 0`; or a rank has ended."
+        ) from error
 
 
 def _travelling(value: Tensor, geometry: Geometry) -> Tensor:
