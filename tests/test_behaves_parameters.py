@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from odd_net import make_net, mean_square, note_grads
 from odd_parameters import MAKE, Tied
 from torch import Tensor, nn
 
+from polyshard import unsharded
 from polyshard.testing import run_ranks
 
 # -- shapes and dtypes ---------------------------------------------------------------------------
@@ -85,6 +87,28 @@ def test_freezing(names: tuple[str, ...], when: str, scoped: bool, strategy: str
     """Whole units, parts of all and all but one, frozen and trained again between forwards: from
     the next forward on, and what was accumulated before is finished all the same."""
     compare(partial(freeze, names=names, when=when, scoped=scoped), strategy)
+
+
+def freeze_while_whole(side: Side) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    side.shard(model)
+    data = side.data(0, 4, 3)
+    for bias_is_trained, weight_is_trained in [(True, False), (False, True), (True, True)]:
+        with unsharded(model) if side.sharded else nullcontext():
+            model[0].weight.requires_grad_(weight_is_trained)
+            model[2].bias.requires_grad_(bias_is_trained)
+        side.mean(lambda rank: model(data[rank]).square().mean()).backward()
+        side.note_model(model)
+        model.zero_grad()
+    side.note("trained", [parameter.requires_grad for parameter in model.parameters()])
+
+
+@pytest.mark.behaviour(8)
+@over_strategies
+def test_freezing_while_weights_are_whole(strategy: str) -> None:
+    """What is frozen or unfrozen inside `unsharded` is so afterwards."""
+    compare(freeze_while_whole, strategy)
 
 
 def add_adapters(side: Side) -> None:

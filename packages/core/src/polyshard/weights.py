@@ -26,7 +26,8 @@ def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True
         module: its units, or with ``recurse=False`` only the unit that it is itself.
         recurse: include the units below it.
         writeback: at the end copy changes into the main weights, each rank its own rows; make the
-            same changes on every rank. After an exception nothing is copied.
+            same changes on every rank. After an exception nothing is copied. Freezing and
+            unfreezing is taken over, gradients and optimizers are not looked at.
 
     Raises:
         UnsupportedError: a parameter was replaced or removed after ``fully_shard``.
@@ -51,9 +52,14 @@ def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True
             for transport in dict.fromkeys(unit.transport for unit in units):
                 transport.settle()
                 transport.join()
+        parameters = [parameter for unit in units for parameter in unit.parameters]
+        trained = [parameter.full.requires_grad for parameter in parameters]
         yield
         for unit in units:
             unit.refuse_other_faces()
+        for parameter, before in zip(parameters, trained, strict=True):
+            if parameter.full.requires_grad != before:
+                parameter.sharded.requires_grad_(not before)
         if writeback:
             with torch.no_grad():
                 for unit in units:
