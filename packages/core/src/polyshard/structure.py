@@ -74,7 +74,8 @@ class Structure:
             if present != known_present or len(children) != len(known):
                 return False
             for child, before in zip(children, known, strict=True):
-                if child is not (None if before is None else before()):
+                # What a dead reference gives is no child either.
+                if (child is None) != (before is None) or (before and child is not before()):
                     return False
         return True
 
