@@ -151,9 +151,7 @@ def left(unit: Unit) -> None:
         return  # it failed before it began
     unit.depth -= 1
     if unit.depth == 0:
-        if unit.call is not None:
-            unit.call.end()
-        unit.call = None
+        _end_call(unit)
         if not unit.recomputing:
             # After a recomputation backward goes on inside the unit, and may recompute more.
             unit.show_sharded()
@@ -173,9 +171,15 @@ def interrupted(unit: Unit, depth: int) -> None:
         return  # it had not begun, or hooks were told
     unit.depth = depth
     if depth == 0:
-        unit.call = None
+        _end_call(unit)
         if not unit.recomputing:
             unit.show_sharded()
+
+
+def _end_call(unit: Unit) -> None:
+    if unit.call is not None:
+        unit.call.end()
+        unit.call = None
 
 
 _enter_apart, _returned_apart, _left_apart = map(torch.compiler.disable, (enter, returned, left))
