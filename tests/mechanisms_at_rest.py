@@ -95,14 +95,14 @@ AT_REST = [
     Mutant(
         "inputs are cast to the compute dtype",
         "hooks.py",
-        "return _cast(args, dtype), _cast(kwargs, dtype)",
+        "return cast(args, dtype), cast(kwargs, dtype)",
         "return args, kwargs",
         "core::unit_precision::TestCasts::test_inputs[zero3]",
     ),
     Mutant(
         "outputs are cast",
         "hooks.py",
-        "return None if dtype is None else _cast(output, dtype)",
+        "return None if dtype is None else cast(output, dtype)",
         "return None",
         "core::unit_precision::TestCasts::test_outputs[zero3]",
     ),
