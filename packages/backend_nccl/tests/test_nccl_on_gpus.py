@@ -11,7 +11,10 @@ import torch
 from polyshard.testing import BackendConformance
 
 GPUS = torch.cuda.device_count()
-pytestmark = pytest.mark.skipif(not GPUS, reason="torch finds no GPU here")
+pytestmark = pytest.mark.skipif(
+    not GPUS,
+    reason="needs a GPU, and torch finds none here; `nox -s gpu` runs it where there is one",
+)
 
 _COMPARES = "NCCL compares nothing; POLYSHARD_DEBUG=1 does"
 

@@ -106,7 +106,10 @@ def test_streams_that_exist_stay() -> None:
     make(backend, high_priority=False)
 
 
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no ProcessGroupNCCL")
+@pytest.mark.skipif(
+    not dist.is_nccl_available(),
+    reason="needs a build of torch for CUDA: this one has no ProcessGroupNCCL to look at",
+)
 def test_fields_of_process_group_options() -> None:
     """torch's own options have what is set, can be copied, and copies are apart."""
     import copy

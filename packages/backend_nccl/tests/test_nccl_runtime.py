@@ -53,7 +53,10 @@ def test_calls_exist() -> None:
         assert callable(getattr(torch.cuda, name)), name
 
 
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no ProcessGroupNCCL")
+@pytest.mark.skipif(
+    not dist.is_nccl_available(),
+    reason="needs a build of torch for CUDA: this one has no ProcessGroupNCCL to look at",
+)
 def test_methods_of_process_groups() -> None:
     """torch's process group over NCCL has what is called of it."""
     for name in (

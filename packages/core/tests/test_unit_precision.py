@@ -189,6 +189,15 @@ class Box(namedtuple("Box", ["x", "kind"])):
         return super().__new__(cls, x, "box")
 
 
+class Pair(tuple[Any, ...]):
+    """Likewise, and no named tuple."""
+
+    def __new__(cls, x: Any, note: str) -> Pair:
+        made = super().__new__(cls, (x, 1))
+        made.note = note  # type: ignore[attr-defined]
+        return made
+
+
 @dataclasses.dataclass(frozen=True)
 class Frozen:
     x: Tensor
@@ -205,6 +214,8 @@ class TestContainers:
             (lambda x: UserDict(x=x), lambda out: out["x"]),
             (lambda x: defaultdict(list, x=x), lambda out: out["x"]),
             (lambda x: Box(x), lambda out: out.x),
+            (lambda x: Pair(x, "kept"), lambda out: out[0]),
+            (lambda x: torch.max(x.view(1, 2), 1), lambda out: out.values),
             (lambda x: Frozen(x), lambda out: out.x),
             (lambda x: deque([x, 1], maxlen=3), lambda out: out[0]),
             (lambda x: [(x, {"y": x})], lambda out: out[0][1]["y"]),
@@ -221,6 +232,7 @@ class TestContainers:
         assert read(value).dtype == torch.float32
         if isinstance(value, deque):
             assert found.maxlen == 3
+        assert getattr(found, "note", "kept") == "kept"
 
     def test_what_does_not_change_is_handed_on(self) -> None:
         """A cache that a module fills stays the caller's own."""

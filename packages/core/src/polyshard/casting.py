@@ -54,10 +54,12 @@ def _changed(items: Any, dtype: torch.dtype) -> list[tuple[Any, Any]]:
 
 def _of_items(value: Any, items: list[Any]) -> Any:
     """A sequence like ``value`` that holds ``items``."""
-    if hasattr(value, "_make"):
-        return value._make(items)  # a named tuple, whatever its constructor takes
+    if hasattr(value, "n_sequence_fields"):
+        return type(value)(items)  # what operations like torch.max return
     if isinstance(value, tuple):
-        return type(value)(items)
+        made = tuple.__new__(type(value), items)  # whatever its constructor takes
+        getattr(made, "__dict__", {}).update(getattr(value, "__dict__", {}))
+        return made
     copied = copy.copy(value)
     copied.clear()
     copied.extend(items)

@@ -30,10 +30,10 @@ PARAMETER_REMEDY = (
     "takes a copy."
 )
 RECOMPUTED_REMEDY = (
-    "This is in what a backward recomputes, as checkpoint(use_reentrant=True) does, and backward "
-    "came there through no output of the unit: by something that another module kept. Use "
-    "use_reentrant=False, or return what was kept from the forward, or give the recomputed module "
-    "to fully_shard as a unit of its own."
+    "This is in what a backward recomputes, as checkpoint does, and backward came there through no "
+    "output of the unit: by something that another module kept. Return what was kept from the "
+    "forward, or give the recomputed module to fully_shard as a unit of its own; where "
+    "use_reentrant is True, use_reentrant=False may do."
 )
 INCOMPLETE = (
     "it is placed Partial: each rank holds its own contribution to a value that is only summed on "
