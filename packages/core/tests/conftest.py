@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,9 @@ from one_rank import STRATEGIES, OneRank, Pair, make_stack, twins, units_in
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from polyshard.testing.loopback import LoopbackBackend
+
+# Ranks must not rely on a variable of the environment for what they print to arrive.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 # How long an example takes says nothing here: machines that run tests are busy.
 settings.register_profile("core", deadline=None)

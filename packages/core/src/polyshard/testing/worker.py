@@ -239,8 +239,6 @@ def _redirect_output(output: int) -> None:
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
         os.dup2(output, descriptor)
-        # Nothing may wait in a buffer: a rank that is killed should have said what it printed.
-        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
 
 
 def _report_stacks(stacks: int) -> None:

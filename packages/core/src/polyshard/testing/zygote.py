@@ -97,7 +97,8 @@ class Zygote:
         with tempfile.TemporaryFile() as output:
             with requests_there, reports_there:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", program],
+                    # Unbuffered: a rank that is killed should have said what it printed.
+                    [sys.executable, "-u", "-c", program],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
