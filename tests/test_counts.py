@@ -20,6 +20,7 @@ from watched_gloo import WatchedGloo
 from polyshard import MixedPrecisionPolicy, microbatch
 from polyshard.context import unit_of
 from polyshard.testing import run_ranks
+from polyshard_gloo import GlooBackend
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
 TWO_AXES = ("hsdp", "hfsdp")
@@ -236,7 +237,13 @@ def count_traffic(
     """Two steps of a model with frozen, unused and tied parameters."""
     mesh = STRATEGIES[strategy].mesh(shape)
     model = make_model(blocks=2)
-    shard(model, mesh, STRATEGIES[strategy].placements, reshard_after_forward=reshard)
+    shard(
+        model,
+        mesh,
+        STRATEGIES[strategy].placements,
+        reshard_after_forward=reshard,
+        backend=GlooBackend(),  # whose connections no other model has used
+    )
     counted = Counted(groups_of(model), moved=[moved_by(model)])
     for _ in range(2):
         how = Training(steps=1, microbatches=microbatches, scoped=scoped)
