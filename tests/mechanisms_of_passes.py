@@ -246,9 +246,21 @@ OF_PASSES = [
     Mutant(
         "backwards of several roots end in one order",
         "context.py",
-        "contexts = sorted(_active, key=lambda context: -context.sequence)",
-        "contexts = list(_active)",
+        "_active.sort(key=lambda context: context.sequence)",
+        "pass",
         "ranks::behaves_order::test_several_roots[a_forward_for_nothing]",
+    ),
+    Mutant(
+        "what fails at the end of a backward lets go of all its roots",
+        "context.py",
+        """    except BaseException:
+        _drop_failed_backward()
+        raise
+""",
+        """    except BaseException:
+        raise
+""",
+        "core::unit_passes::TestFailures::test_at_the_end_of_a_backward",
     ),
     Mutant(
         "what is never gathered is reduced by ranks that skip it",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from behaving import Side
@@ -57,6 +60,26 @@ def test_another_collective_is_named() -> None:
         assert f"rank {1 - rank} is at" in said
         assert "'blocks.1 (float32): " in said
         assert "the data, and for models that differ." in said  # polyshard's words, not gloo's
+
+
+def drop_after_a_branch(rank: int) -> bool:
+    with pytest.MonkeyPatch.context() as monkey:
+        model = make(rank, monkey)
+        model(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(BackendError):  # noqa: PT012 - where it is raised depends on the rank
+            for _ in range(2):
+                model(torch.ones(2, 4), 1 if rank else None).sum().backward()
+        watched = weakref.ref(model.blocks[0].weight)
+        del model
+    gc.collect()
+    return watched() is None
+
+
+@pytest.mark.behaviour(19)
+def test_a_model_dropped_after_ranks_diverged() -> None:
+    """A model in which ranks diverged is freed with the next garbage collection once it is deleted,
+    without another pass of any model."""
+    assert run_ranks(2, drop_after_a_branch) == [True, True]
 
 
 def stay_away(rank: int) -> str:

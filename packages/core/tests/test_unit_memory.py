@@ -289,6 +289,28 @@ class TestDeletion:
         assert [reference() for reference in watched if reference() is not None] == []
         assert backend.live_bytes == 0
 
+    def test_a_class_that_holds_its_layers_goes(self, world: OneRank) -> None:
+        """So does, with the next garbage collection, a model whose class was made in a function and
+        refers to its layers."""
+
+        def make() -> nn.Module:
+            layer = nn.Linear(3, 3)
+
+            class Local(nn.Module):
+                def forward(self, x: Tensor) -> Tensor:
+                    return layer(x)
+
+            local = Local()
+            local.layer = layer
+            return local
+
+        model = make()
+        world.shard(model)
+        watched = weakref.ref(model)
+        del model
+        gc.collect()
+        assert watched() is None
+
     def test_a_graph_outlives_its_model(self, world: OneRank) -> None:
         """A backward after its model was deleted runs, as plain PyTorch's does."""
         model = make_stack()

@@ -150,6 +150,31 @@ class TestFailures:
         assert train(model) == pytest.approx(train(reference), rel=1e-5)
         assert_same_weights(model, reference)
 
+    def test_at_the_end_of_a_backward(
+        self, world: OneRank, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where the end of a backward fails in one root, the others of it are at rest as well."""
+        failing, other, plain = make_stack(), make_stack(), make_stack()
+        world.shard(*units_in(failing))
+        world.shard(*units_in(other))
+
+        def fail() -> None:
+            raise Failure
+
+        loss = loss_of(other, 1) + loss_of(failing, 1)  # the root that ran last ends first
+        with monkeypatch.context() as patch:
+            patch.setattr(failing.fsdp_context, "_settle", fail)
+            with pytest.raises(Failure):
+                loss.backward()
+        assert failing.fsdp_context.backward is other.fsdp_context.backward is None
+        for model in (failing, other):
+            assert_at_rest(model)
+            model.zero_grad()
+            loss_of(model, 2).backward()
+        loss_of(plain, 2).backward()
+        assert_same_grads(failing, plain)
+        assert_same_grads(other, plain)
+
 
 @pytest.mark.behaviour(14)
 class TestRepeated:

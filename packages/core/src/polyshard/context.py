@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import count
+from typing import cast
 
 import torch
 from torch import nn
@@ -121,7 +122,7 @@ class FsdpContext:
                 )
             self.window_open = self.window_open or other.window_open
             self._open_passes += [p for p in other._open_passes if p not in self._open_passes]
-            _contexts_by_unit[unit] = self
+            unit.scheduled_by = self
             unit.rename(path)
         self._number([*below, *(unit for unit in known if unit not in below)])
 
@@ -303,16 +304,12 @@ class FsdpContext:
         """The outermost backward is over: reduce what is left, show gradients, let go."""
         backward = self.backward
         assert backward is not None
-        try:
-            units = self.units
-            backward.reduce_rest()
-            if self._reduction_order is None:
-                self._reduction_order = agree_on_order(list(backward.done), units)
-            self._settle()
-            backward.collect()
-        except BaseException:
-            self.abandon()
-            raise
+        units = self.units
+        backward.reduce_rest()
+        if self._reduction_order is None:
+            self._reduction_order = agree_on_order(list(backward.done), units)
+        self._settle()
+        backward.collect()
         self.backward = None
         if self._backward_order is not None:
             self._backward_order = self._backward_order.next()
@@ -360,8 +357,6 @@ class FsdpContext:
             unit.joined()
 
 
-#: Which context a unit runs under. Here, not in the unit: a unit knows nothing above itself.
-_contexts_by_unit: weakref.WeakKeyDictionary[Unit, FsdpContext] = weakref.WeakKeyDictionary()
 _contexts: weakref.WeakSet[FsdpContext] = weakref.WeakSet()
 _entered = EnteredCalls()
 _left: dict[Unit, None] = {}  # by the backward that runs, and not released for sure
@@ -372,13 +367,13 @@ def register_unit(module: nn.Module, unit: Unit) -> FsdpContext:
     """Make ``unit`` the module's, with a context of its own until an ancestor runs."""
     module.__dict__["_polyshard_unit"] = unit
     context = FsdpContext(unit)
-    _contexts_by_unit[unit] = context
+    unit.scheduled_by = context
     return context
 
 
 def context_of(unit: Unit) -> FsdpContext:
     """The context a unit runs under."""
-    return _contexts_by_unit[unit]
+    return cast(FsdpContext, unit.scheduled_by)
 
 
 def _leave(calls: Iterable[Call], *, everywhere: bool) -> None:
@@ -393,14 +388,18 @@ def _rest() -> None:
 
 
 def _finish_active() -> None:
-    _leave(_entered.passed(-1, everywhere=True), everywhere=True)
-    _entered.clear()
-    _left.clear()
-    # In the reverse order of their forwards, the same on every rank.
-    contexts = sorted(_active, key=lambda context: -context.sequence)
-    _active.clear()
-    for context in contexts:
-        context.finish_backward()
+    try:
+        _leave(_entered.passed(-1, everywhere=True), everywhere=True)
+        _entered.clear()
+        _left.clear()
+        # In the reverse order of their forwards, the same on every rank.
+        _active.sort(key=lambda context: context.sequence)
+        while _active:
+            _active[-1].finish_backward()
+            _active.pop()
+    except BaseException:
+        _drop_failed_backward()
+        raise
 
 
 def _drop_failed_backward() -> None:

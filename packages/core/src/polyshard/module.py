@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from types import new_class
 from typing import Any, NoReturn
 
@@ -70,18 +71,21 @@ class FsdpModule:
         )
 
 
-_classes: dict[type, type] = {}
+#: By id of the module's own class, which the made one keeps alive; weak, for a class defined in a
+#: function may hold modules.
+_classes: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()
 
 
 def managed_class(original: type) -> type:
-    """The class that is both FsdpModule and ``original``; made once.
+    """The class that is both FsdpModule and ``original``; the same while anything is of it.
 
     Raises:
         UnsupportedError: ``original`` cannot be subclassed.
     """
-    if original not in _classes:
+    made = _classes.get(id(original))
+    if made is None:
         try:
-            _classes[original] = new_class(
+            made = new_class(
                 original.__name__,
                 (FsdpModule, original),
                 exec_body=lambda namespace: namespace.update(
@@ -95,7 +99,8 @@ def managed_class(original: type) -> type:
                 f"{original.__qualname__} cannot be subclassed, and fully_shard makes a subclass "
                 f"of its module's class: {error}. Give fully_shard a module that contains it."
             ) from error
-    return _classes[original]
+        _classes[id(original)] = made
+    return made
 
 
 def attach_mixin(module: nn.Module) -> None:

@@ -54,6 +54,9 @@ class Unit:
         #: Whether entering the unit needs the other ranks.
         self.is_collective = any(group.is_collective for group in groups)
         self._shows_full = True  # in the places where its parameters are registered
+        #: The context that it runs under. Kept alive here, in a cycle that can be collected while a
+        #: pass lasts, and for the context alone: a unit knows nothing above itself.
+        self.scheduled_by: object = None
         self.index = 0  # in the context's registration order
         self.depth = 0  # forwards of the module that are running, one inside the other
         self.recomputing = False  # the forward that runs is a recomputation inside a backward
