@@ -321,6 +321,10 @@ def check_autograd(rank: int, layout: str) -> list[str]:
     wrong = []
     for name, penalty in {
         "squares": lambda p: (p**2).sum(),
+        "mean of squares": lambda p: p.square().mean(),
+        "divided squares": lambda p: p.square().sum() / 3,
+        "scaled mean": lambda p: (2 * (p * 3).square()).mean() * 0.5,
+        "not a number": lambda p: p.square().mean() * float("nan"),
         "norm": lambda p: p.norm(),
         "absolute": lambda p: p.abs().sum(),
         "maximum": lambda p: p.max(),

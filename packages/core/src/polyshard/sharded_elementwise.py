@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from .autograd import current_graph_task
 from .row_split import Geometry
 from .sharded_refusals import (
     AFTER_LAST_MICROBATCH,
@@ -328,7 +329,18 @@ def as_replicated(
         if plain.shape == geometry.shape and plain.numel() and not any(plain.stride()):
             # One value expanded: what the backward of sum() hands on.
             return plain.as_strided(geometry.local_shape, plain.stride(), plain.storage_offset())
+        if current_graph_task() != -1 and plain.shape == geometry.shape and _is_one_value(plain):
+            # The same divided by a number, which torch writes out: of mean(), or of sum() / n.
+            return plain.flatten()[:1].expand(geometry.local_shape)
     refuse_plain(first, func, plain)
+
+
+def _is_one_value(plain: Tensor) -> bool:
+    """Whether all elements are alike, NaN to NaN; waits for a device."""
+    values = plain.detach().flatten()
+    return bool(values.numel()) and torch.allclose(
+        values, values[:1].expand_as(values), rtol=0, atol=0, equal_nan=True
+    )
 
 
 def _check_partial(
