@@ -326,21 +326,22 @@ def as_replicated(
             return plain.reshape(1) if geometry.split is not None and not geometry.shape else plain
         if plain.numel() == 1 and plain.dim() <= len(geometry.shape):
             return plain
-        if plain.shape == geometry.shape and plain.numel() and not any(plain.stride()):
-            # One value expanded: what the backward of sum() hands on.
-            return plain.as_strided(geometry.local_shape, plain.stride(), plain.storage_offset())
-        if current_graph_task() != -1 and plain.shape == geometry.shape and _is_one_value(plain):
-            # The same divided by a number, which torch writes out: of mean(), or of sum() / n.
-            return plain.flatten()[:1].expand(geometry.local_shape)
+        if plain.shape == geometry.shape and plain.numel():
+            if not any(plain.stride()):
+                # One value expanded: what the backward of sum() hands on.
+                return plain.as_strided(
+                    geometry.local_shape, plain.stride(), plain.storage_offset()
+                )
+            if current_graph_task() != -1 and not plain.is_meta and _is_one_value(plain):
+                # The same divided by a number, which torch writes out: of mean().
+                return plain.flatten()[:1].expand(geometry.local_shape)
     refuse_plain(first, func, plain)
 
 
 def _is_one_value(plain: Tensor) -> bool:
     """Whether all elements are alike, NaN to NaN; waits for a device."""
     values = plain.detach().flatten()
-    return bool(values.numel()) and torch.allclose(
-        values, values[:1].expand_as(values), rtol=0, atol=0, equal_nan=True
-    )
+    return torch.allclose(values, values[:1].expand_as(values), rtol=0, atol=0, equal_nan=True)
 
 
 def _check_partial(
